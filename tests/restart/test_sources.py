@@ -1,17 +1,23 @@
 """What of the machines' memory counts at a restart."""
 
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import remove_memory_states
+from cpsr.checkpoint.run_directory import run_id as run_id_of
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.ranks.group import Group
 from cpsr.restart.sources import MemorySources, what_is_left
+from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import make_shard
 from tests.two_ranks import run
 
@@ -23,12 +29,12 @@ def run_id() -> Iterator[str]:
     remove_memory_states(name)
 
 
-def hold(run_id: str, iteration: int, life: int, branch: int) -> None:
+def hold(run_id: str, iteration: int, life: int, branch: int, shard: Shard | None = None) -> None:
     """As a process leaves it that dies."""
     memory = SharedMemory(run_id, 0, life)
     memory.branch = branch
-    pool = SnapshotPool(make_shard(0), memory=memory)
-    assert pool.begin(make_shard(1, iteration=iteration), iteration, {}) is not None
+    pool = SnapshotPool(shard or make_shard(0), memory=memory)
+    assert pool.begin(shard or make_shard(1, iteration=iteration), iteration, {}) is not None
     pool.finish()
     pool.close(remove=False)
 
@@ -176,3 +182,32 @@ def test_a_restart_reads_its_checkpoint_over_no_state_that_it_may_go_on_from(
     """The oldest state is the newest that every rank has, and every buffer holds one."""
     given = f"RUN, SNAPSHOTS, BUFFERS, DAMAGED = {run_id!r}, {snapshots}, {len(snapshots) + 1}, {damaged}"
     assert run(given + RESTART, tmp_path) == (found, found)
+
+
+def restored(config: dict[str, Any]) -> tuple[int, int, Shard]:
+    """A life of ten iterations: which one it is, the iteration that it began with, and the shard of its engine."""
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
+        for batch in recovery.resume(torch.ones(10, 8, 4)):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+        return recovery.life.job.journal.life, recovery.restored.restored_iteration, recovery.life.job.shard
+
+
+def test_the_newest_branch_in_memory_counts_where_the_run_directory_is_lost(tmp_path: Path) -> None:
+    """A holder has kept a replica of what the run had gone back behind, when the disk was lost."""
+    kept = {"interval_iterations": 5, "shared_memory": True, "target": f"file://{tmp_path / 'target'}"}
+    config: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "mode": "exact", "checkpoint": kept}
+    _, _, shard = restored(config)
+    name = run_id_of(tmp_path / "run")
+    try:
+        hold(name, 50, life=7, branch=0, shard=shard)
+        (given_up,) = Arena(name).list()
+        given_up.path.rename(Arena(name).path(0, "replica-00001-0"))
+        hold(name, 5, life=7, branch=1, shard=shard)
+        shutil.rmtree(tmp_path / "run")
+        assert restored(config)[:2] == (8, 10)
+    finally:
+        remove_memory_states(name)
