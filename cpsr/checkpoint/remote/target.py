@@ -167,6 +167,12 @@ class CheckpointTarget:
             message = f"{error}. It may have a newer checkpoint than {kept.iteration}, from which the run goes on"
             self._report("target not reachable", message, kept.iteration)
             return None
+        if kept is not None and not found.folders:
+            message = (
+                f"{place.shown} holds no copy, although the run has checkpoint {kept.iteration}: copies begin anew. If "
+                "it should hold some, end the job, and look at the URL or at what should be mounted there"
+            )
+            self._fail("target empty", message, kept.iteration)
         newest = -1 if kept is None else kept.manifest.sequence
         for folder, manifest in reversed(self._wanted(found, store).items()):
             if manifest.sequence > newest and folder not in self._tried:

@@ -500,6 +500,21 @@ def test_a_checkpoint_that_no_life_had_time_to_copy_is_copied_by_the_next(tmp_pa
     assert committed_at(memory) == [10]
 
 
+def test_a_target_that_has_lost_its_copies_is_reported(tmp_path: Path, local: Place) -> None:
+    """The disk is not mounted, and its directory can be written."""
+    store = copied_run(tmp_path / "run", local)
+    shutil.rmtree(tmp_path / "target" / "checkpoints")
+    target = target_at(local, tmp_path / "run")
+    assert target.fetch(store, ()) is None
+    (report,) = target.reports()
+    assert (report.kind, report.iteration, report.level) == ("target empty", 20, logging.WARNING)
+    assert "mounted" in report.message
+    copy_newest(local, store)
+    target = target_at(local, tmp_path / "run")
+    assert target.fetch(store, ()) is None
+    assert target.reports() == []
+
+
 def test_verify_passes_whole_copies_and_names_damage(tmp_path: Path, local: Place) -> None:
     assert CliRunner().invoke(app, ["verify", local.shown]).exit_code == 2, "nothing is committed there"
     copied_run(tmp_path / "run", local)
