@@ -99,8 +99,8 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     known = [*newest_life(config.run_dir), newest_claim(config.run_dir)]
     number, branch, held, claimed = group.broadcast(known)
     if number < 0:  # the run's directory may have been lost: then the newest states that are left are of its last life
-        left = [[state.life, state.branch] for state in Arena(run.run_id).list()]
-        number, branch = max(group.gather(max(left, default=[number, branch])))
+        states = [[state.life, state.branch] for state in Arena(run.run_id).list()]
+        number, branch = max(group.gather(max(states, default=[number, branch])))
     journal = open_journal(config.run_dir, group, config.mode, max(number, claimed))
     job, life.steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
     opened.callback(_close_journal, job, life.steps, ending)
