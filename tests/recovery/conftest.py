@@ -62,7 +62,7 @@ def killed(job: Job, tmp_path_factory: pytest.TempPathFactory, killed_lives: dic
             killed_lives[name] = first, first.launch(**options)
             assert -9 in killed_lives[name][1].statuses, killed_lives[name][1].output
         first, ended = killed_lives[name]
-        subprocess.run(["cp", "--archive", first.run_dir, job.run_dir], check=True)  # with its hard links
+        subprocess.run(["cp", "--archive", first.run_dir, job.run_dir], check=True)
         job.lives = first.lives
         return ended
 
