@@ -6,6 +6,7 @@ Of a checkpoint that another number of ranks saved, the rank's slices are put to
 import hashlib
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -15,10 +16,10 @@ from safetensors import SafetensorError
 
 from cpsr.checkpoint.assemble import Piece, pieces_of
 from cpsr.checkpoint.catalogue import scan_in_pieces, warn_once
-from cpsr.checkpoint.manifest import COMMIT, FileRecord, RankManifest, slab_path
+from cpsr.checkpoint.manifest import FileRecord, RankManifest, slab_path
 from cpsr.checkpoint.ranges import MissingRanges
 from cpsr.checkpoint.saved import SavedCheckpoint, places_of
-from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors
+from cpsr.checkpoint.verify import DamagedFileError, check_in_pieces, map_tensors, read_manifest
 from cpsr.errors import CheckpointError
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.state.shard import Shard
@@ -250,8 +251,7 @@ class DiskHistory:
                 read = yield from self._read(saved, sha256)
             self._checkpoints.append(_Checkpoint(saved.directory, read))
         except (CheckpointError, SafetensorError, OSError) as error:
-            # Retention, which may delete it meanwhile, begins with the commit record.
-            if not isinstance(error, DamagedFileError) or (saved.directory / COMMIT).exists():
+            if not isinstance(error, DamagedFileError) or _is_still(saved):
                 self._exclude(saved.iteration, str(error))
 
     def _read(self, saved: SavedCheckpoint, sha256: str) -> Generator[None, None, ReadManifest]:
@@ -320,6 +320,13 @@ class DiskHistory:
             message = f"operators that are new, gone or changed in shape cannot be predicted: {left_out}"
             warn_once(self._directory, message)
         return common
+
+
+def _is_still(saved: SavedCheckpoint) -> bool:
+    """Whether a checkpoint is there as it was listed: retention did not delete it, nor another save replace it."""
+    with suppress(DamagedFileError):
+        return read_manifest(saved.directory).save == saved.manifest.save
+    return False
 
 
 def _entry(record: RankManifest) -> HistoryEntry:

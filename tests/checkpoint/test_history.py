@@ -78,15 +78,22 @@ def test_what_cannot_be_read_now_is_left_out_and_reported(
     history.close()
 
 
-def test_a_checkpoint_that_retention_deletes_meanwhile_is_not_called_damaged(
-    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("by", ["deletes", "replaces"])
+def test_a_checkpoint_that_goes_meanwhile_is_not_called_damaged(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture, by: str
 ) -> None:
+    """Retention deletes it, or another save of its iteration takes its place."""
     save(store, 10)
     save(store, 20)
     history = DiskHistory(store.directory, slices_in(store.directory), opened=False)
     steps = iter(history.open())
     next(steps)  # both are listed, and 10 is being read
-    remove_checkpoint(store.directory / step_name(20))
+    if by == "deletes":
+        remove_checkpoint(store.directory / step_name(20))
+    else:
+        store.attempt += 1
+        save(store, 20)
+        store.retain(Retention())
     list(steps)
     assert [entry.iteration for entry in history.entries] == [10]
     assert not history.excluded
