@@ -32,6 +32,7 @@ from cpsr.checkpoint.manifest import (
     RankManifest,
     holds_frozen,
     holds_weights,
+    is_rank_manifest,
     rank_manifest_name,
     saved_at,
     slab_path,
@@ -55,9 +56,6 @@ CHECKPOINTS_AT_ONCE = 8
 
 # A checkpoint that was set aside: why, its step, the newest commit at that time, and a number.
 _ASIDE = re.compile(r"(?P<kind>damaged|abandoned)-(?P<step>step-\d+)-(?P<sequence>\d+)-\d+")
-
-# What a save leaves in the directory of its checkpoint, beside the commit record.
-_LEFT = re.compile(r"rank-\d{5,}(-\d+\.\d+\.json|\.skip)")
 
 _log = logging.getLogger(__name__)
 _warned: set[tuple[Path, str]] = set()
@@ -335,7 +333,7 @@ def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
         _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
     for saved in found.checkpoints:
         for path in [path for path in saved.directory.iterdir() if path.name not in saved.manifest.parts]:
-            if is_temporary(path) or _LEFT.fullmatch(path.name):
+            if is_temporary(path) or is_rank_manifest(path.name) or path.suffix == ".skip":
                 path.unlink(missing_ok=True)
                 _log.warning("%s was removed: left by a save that was cut off, or that another has replaced", path)
 

@@ -30,6 +30,7 @@ from cpsr.checkpoint.manifest import (
     RankManifest,
     RankRecord,
     Save,
+    is_rank_manifest,
     rank_manifest_name,
     slab_name,
     slab_path,
@@ -81,21 +82,19 @@ class Attempt:
         Raises:
             CheckpointError: it is damaged, or cannot be read now.
         """
-        return (found := self._committed()) is not None and found.save == self.save
+        return is_committed(self.directory) and read_manifest(self.directory).save == self.save
 
-    def _committed(self) -> Manifest | None:
-        return read_manifest(self.directory) if is_committed(self.directory) else None
+    def beside(self, kept: Collection[str]) -> list[Path]:
+        """What is in its directory but these files, a commit record, and manifests of other saves.
 
-    def beside(self, own: Collection[str]) -> list[Path]:
-        """What is in its directory but these files, and those of another save that is committed there.
+        Of these some may be committed; the next start removes the others.
 
         Raises:
-            CheckpointError: the commit record is damaged, or cannot be read now.
             OSError: the directory cannot be listed.
         """
-        found = self._committed()
-        kept = [] if found is None else [COMMIT, *found.parts]
-        return [path for path in self.directory.iterdir() if path.name not in {*own, *kept}]
+        word = f"-{self.save.life}.{self.save.attempt}.json"
+        found = [path for path in self.directory.iterdir() if path.name not in {COMMIT, *kept}]
+        return [path for path in found if path.name.endswith(word) or not is_rank_manifest(path.name)]
 
     def mark_skipped(self, rank: int, reason: str) -> None:
         """Tell rank 0 that a rank writes no shard; the marker of rank 0 tells all ranks that this is abandoned."""

@@ -6,7 +6,6 @@ Of a checkpoint that another number of ranks saved, the rank's slices are put to
 import hashlib
 import math
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -324,9 +323,10 @@ class DiskHistory:
 
 def _is_still(saved: SavedCheckpoint) -> bool:
     """Whether a checkpoint is there as it was listed: retention did not delete it, nor another save replace it."""
-    with suppress(DamagedFileError):
+    try:
         return read_manifest(saved.directory).save == saved.manifest.save
-    return False
+    except CheckpointError as error:
+        return not isinstance(error, DamagedFileError)
 
 
 def _entry(record: RankManifest) -> HistoryEntry:

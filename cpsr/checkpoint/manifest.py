@@ -31,6 +31,7 @@ SLABS = "slabs"
 Kind = Literal["params", "moments", "extra", "expert-params", "expert-moments"]
 
 _STEP = re.compile(r"step-(\d{10,})")
+_RANK_MANIFEST = re.compile(r"rank-\d{5,}-\d+\.\d+\.json")
 
 # A pattern allows known names only, so that no manifest can point out of the directory of slabs.
 _SAVED = r"rank-\d{5,}\.(?P<kind>(expert-)?(params|moments)|extra)-(?P<iteration>\d{10,})-\d+\.\d+\.safetensors"
@@ -340,6 +341,11 @@ def step_iteration(name: str) -> int | None:
 def rank_manifest_name(rank: int, save: Save) -> str:
     """File of one rank's manifest of a save, beside which those of other saves of the iteration may lie."""
     return f"rank-{rank:05d}-{save.life}.{save.attempt}.json"
+
+
+def is_rank_manifest(name: str) -> bool:
+    """Whether `rank_manifest_name` gives such names."""
+    return _RANK_MANIFEST.fullmatch(name) is not None
 
 
 def slab_name(rank: int, kind: Kind, save: Save) -> str:

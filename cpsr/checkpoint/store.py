@@ -19,6 +19,7 @@ An iteration may be saved again, as a whole after a sparse checkpoint. Its `COMM
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,9 +167,10 @@ class CheckpointStore:
             OSError: the file system failed; rank 0 then abandons the step after its timeout.
         """
         attempt = self._attempt(iteration)
-        if attempt.is_committed:
-            _log.warning("%s is committed already; nothing to skip", attempt.directory)
-            return
+        with suppress(CheckpointFileError):  # else it cannot be told now, and a marker does no harm
+            if attempt.is_committed:
+                _log.warning("%s is committed already; nothing to skip", attempt.directory)
+                return
         make_directory(attempt.directory)
         attempt.mark_skipped(self.rank, reason)
 
@@ -208,8 +210,9 @@ class CheckpointStore:
             # it has replaced another, one of the two is there after a crash, and both are whole.
             if not replaces:
                 (directory / COMMIT).unlink(missing_ok=True)
-            if directory.is_dir() and not attempt.is_committed:
-                attempt.abandon(str(error))
+            with suppress(CheckpointFileError):  # which record is there cannot be told now: nothing is removed
+                if directory.is_dir() and not attempt.is_committed:
+                    attempt.abandon(str(error))
             raise SaveError(f"{directory} could not be committed: {error}") from error
         return CommitResult(True, "", total)
 

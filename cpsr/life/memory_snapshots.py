@@ -195,10 +195,11 @@ class MemorySnapshots:
         if self._ended == MEASURED_ITERATIONS:
             windows.agree(iteration)
             self._planner.note_window(windows.iterations)
-        send = windows.ends_after(iteration) and self.turns.may_send(iteration)
 
         def capture_part() -> None:
-            sent = windows.capture(iteration, self._capture, may_begin=not between_steps(), send=send)
+            may_begin = not between_steps()
+            send = windows.ends_after(iteration, may_begin=may_begin) and self.turns.may_send(iteration)
+            sent = windows.capture(iteration, self._capture, may_begin=may_begin, send=send)
             if sent is not None:
                 self.turns.sent(iteration, sent.is_pending, sent.first)
 

@@ -136,6 +136,7 @@ class SomeExperts(Whole):
             self._experts.note_saved(outcome.written_bytes, outcome.write_seconds, interval_seconds)
         else:
             self._all_next = True  # the experts that it left out may not be in any kept checkpoint
+            self._whole_iteration = None
 
     def rewound(self) -> None:
         """See `Whole.rewound`."""

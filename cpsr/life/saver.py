@@ -222,9 +222,15 @@ class Saver:
             self.pool.release(snapshot)
 
     def save_now(self, iteration: int) -> bool:
-        """Wait until this iteration is committed as a whole, saving it first if necessary; a collective."""
+        """Wait until this iteration is committed as a whole, saving it first if necessary; a collective.
+
+        Returns:
+            False where it is not, also where a disk does not answer.
+        """
         self.finish()
-        if self._is_committed(iteration) and self._policy.is_whole(iteration):
+        if not self._group.all(self.drain(self._config.checkpoint.save_timeout_seconds)):
+            return False  # another save would wait behind the one that hangs
+        if self._is_committed(iteration):
             return True
         self.store.attempt += 1  # a save of this iteration may be sparse, or have been abandoned just now
         if self._save_whole(iteration):
@@ -242,10 +248,11 @@ class Saver:
         return self._is_committed(iteration)
 
     def _is_committed(self, iteration: int) -> bool:
-        """Whether this iteration is committed, according to rank 0, once no rank is writing."""
+        """Whether this iteration is committed as a whole, according to rank 0, once no rank is writing."""
         self._writer.drain(self._config.checkpoint.save_timeout_seconds)
         self.surface()
-        return bool(self._group.broadcast(self.saved_iteration == iteration))
+        # A sparse checkpoint of this iteration may be committed, beside which a whole one has failed.
+        return bool(self._group.broadcast(self.saved_iteration == iteration and self._policy.is_whole(iteration)))
 
     def surface(self) -> None:
         """Log and record how saves ended since the last call."""

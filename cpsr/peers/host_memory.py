@@ -163,7 +163,8 @@ class HostMemory:
             self.windows.give_up()  # the next life would fail as this one
             raise RecoveryError(
                 f"the window that begins with iteration {entry.iteration} cannot be kept for this life: "
-                f"{'; '.join(problems)}. Nothing was trained; the next start goes back to the newest checkpoint"
+                f"{'; '.join(problems)}. Nothing was trained; the next start goes back to the newest checkpoint, or "
+                "to the beginning"
             )
         self.windows.rest()
 

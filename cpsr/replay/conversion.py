@@ -195,8 +195,8 @@ class Conversion:
                 raise RecoveryError(
                     f"iteration {iteration} was repeated from the window of iterations {self.first} to {self.last}, "
                     f"and {name} is not what it was the first time. {cause} The window ({self._name}) is not used "
-                    "again, on any machine: the next start goes back to the newest checkpoint. Set replay.enabled to "
-                    "false if this repeats"
+                    "again, on any machine: the next start goes back to the newest checkpoint, or to the beginning. "
+                    "Set replay.enabled to false if this repeats"
                 )
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cpsr.checkpoint.commit import refuse_superseded
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import WINDOWS, describe
 from cpsr.checkpoint.progress import mark_life
@@ -127,13 +128,15 @@ class Windows:
         if self._replaying is not None:
             self._replaying.after_step(iteration)
 
-    def ends_after(self, iteration: int) -> bool:
-        """Whether a window ends with this iteration; the same on all ranks, right after the step."""
+    def ends_after(self, iteration: int, *, may_begin: bool = True) -> bool:
+        """Whether a window ends with this iteration; the same on all ranks. For `may_begin` see `capture`."""
         replaying = self._replaying is not None and iteration < self._replaying.until
         if self._off or replaying:
             return False
         step = self._step(iteration)
-        return self._iterations_from(iteration) == 1 if step == 0 else step + 1 == len(self._layout.turns)
+        if step == 0:
+            return may_begin and self._iterations_from(iteration) == 1
+        return step + 1 == len(self._layout.turns)
 
     def capture(
         self, iteration: int, small_state: Callable[[], Any], *, may_begin: bool = True, send: bool = False
@@ -210,8 +213,9 @@ class Windows:
         self.recorder.forget()
         self._memory.branch += 1
         try:
+            refuse_superseded(self._job.run.path, self._memory.life)
             mark_life(self._job.run.path, self._memory.life, self._memory.branch)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning("that the window is void is not recorded, and replicas of it may be used again: %s", error)
 
     def close(self, *, remove: bool) -> None:

@@ -203,12 +203,13 @@ class MemorySources:
     def needed(self, checkpoint_iteration: int, published_iteration: int | None, *, inexact: bool) -> set[str]:
         """Files of the states that the ranks may go on from, before they know what a checkpoint holds; a collective.
 
-        Whatever is of the iteration of the checkpoint is among them, not verified: that may be damaged, or have experts
-        that are older. For the arguments see `decide`.
+        Dumps are among them, which may serve more ranks than is known yet, and whatever is of the iteration of the
+        checkpoint, not verified: that may be damaged, or have older experts. For the arguments see `decide`.
         """
         found = self._found(checkpoint_iteration, published_iteration, None, stale=False, inexact=inexact)
         taken = {entry.name for source in (*found.exact, *found.departed) for entry in source.entries}
-        return taken | {state.name for state in self._arena.list() if state.iteration == checkpoint_iteration}
+        more = [one for one in self._arena.list() if one.kind == "departure" or one.iteration == checkpoint_iteration]
+        return taken | {state.name for state in more}
 
     def decide(
         self,

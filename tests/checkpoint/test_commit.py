@@ -12,6 +12,7 @@ import pytest
 from cpsr.benchmarks.harness.checkpoint_files import files_left
 from cpsr.checkpoint import files
 from cpsr.checkpoint.files import sync_directory
+from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest
 from cpsr.errors import SaveError
@@ -155,6 +156,26 @@ def test_a_checkpoint_stays_until_another_save_of_its_iteration_is_committed(
     CheckpointStore(tmp_path, 0, 2, "run", 4).prepare()
     assert [name for name in files_left(directory) if "3.3" not in name] == ["COMMIT"]
     holds(3)
+
+
+def test_beside_a_damaged_commit_record_nothing_of_its_checkpoint_goes(
+    stores: tuple[CheckpointStore, CheckpointStore], tmp_path: Path
+) -> None:
+    for store in stores:
+        store.write(make_snapshot(10))
+    assert stores[0].commit(10, 5.0, NEVER).committed
+    directory = tmp_path / "checkpoints" / step_name(10)
+    first = files_left(directory)
+    for store in stores:
+        store.attempt = 1
+        store.write(make_snapshot(10, seed=7))
+    record = (directory / "COMMIT").read_bytes()
+    (directory / "COMMIT").write_bytes(record.replace(b"weights_only", b"weights-only"))
+    stores[1].skip(10, "no host buffer is free")
+    assert not stores[0].commit(10, 5.0, NEVER).committed
+    (directory / "COMMIT").write_bytes(record)
+    assert set(first) <= set(files_left(directory))
+    assert verify_run(tmp_path) == []
 
 
 def test_after_a_roll_back_the_same_iterations_can_be_saved(stores: tuple[CheckpointStore, CheckpointStore]) -> None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from cpsr import CPSRRecovery
@@ -92,3 +93,27 @@ def test_a_state_that_cannot_be_saved_is_reported_once_and_training_goes_on(tmp_
         train(recovery, steps, 11)
         assert recovery.life.saver.memory.taken == 1
     assert events(tmp_path) == ["memory snapshot failed"]
+
+
+@pytest.mark.parametrize("steps_per_batch", [1, 2, 3, 4])
+def test_windows_that_begin_at_the_last_step_on_a_batch_go_to_the_peers(steps_per_batch: int, tmp_path: Path) -> None:
+    loop, sealed, sent = Loop(device="cpu"), list[int](), list[int]()
+    options, windows_of_one = (
+        {"interval_iterations": NEVER, "shared_memory": True},
+        {"enabled": True, "window_iterations": 1},
+    )
+
+    def follow(path: Path, iteration: int, *, send: bool) -> None:
+        (sent if send else sealed).append(iteration)
+
+    with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint=options, replay=windows_of_one)) as recovery:
+        windows = recovery.life.memory.windows
+        assert windows is not None
+        windows.recorder.on_sealed = follow
+        for x, y in recovery.resume(loader(), repeat=True):
+            for _ in range(steps_per_batch):
+                loop.step(loop.model(x, y))
+            if recovery.iteration >= 60:
+                break
+    assert {iteration % steps_per_batch for iteration in sealed + sent} == {0}
+    assert len(sent) >= 60 / steps_per_batch / 3
