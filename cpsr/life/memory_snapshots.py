@@ -197,9 +197,8 @@ class MemorySnapshots:
             self._planner.note_window(windows.iterations)
 
         def capture_part() -> None:
-            may_begin = not between_steps()
-            send = windows.ends_after(iteration, may_begin=may_begin) and self.turns.may_send(iteration)
-            sent = windows.capture(iteration, self._capture, may_begin=may_begin, send=send)
+            may_send = partial(self.turns.may_send, iteration)
+            sent = windows.capture(iteration, self._capture, may_send, may_begin=not between_steps())
             if sent is not None:
                 self.turns.sent(iteration, sent.is_pending, sent.first)
 

@@ -125,8 +125,8 @@ class HostMemory:
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: replay what a window has of it."""
-        if self.windows is not None:
-            self.windows.after_step(iteration)
+        if self.windows is not None and self.windows.replaying is not None:
+            self.windows.replaying.after_step(iteration)
 
     @property
     def links(self) -> Sequence[Outgoing]:
@@ -166,7 +166,8 @@ class HostMemory:
                 f"{'; '.join(problems)}. Nothing was trained; the next start goes back to the newest checkpoint, or "
                 "to the beginning"
             )
-        self.windows.rest()
+        if self.windows.replaying is not None:
+            self.windows.replaying.rest()
 
     def begin(self, iteration: int) -> None:
         """A life goes on from this iteration: what leads elsewhere goes, and all that no rank here has in use.

@@ -22,8 +22,6 @@ from cpsr.replay.stages import stage_logs
 
 __all__ = ["Windows"]
 
-logger = logging.getLogger(__name__)
-
 _NO_PLACE = "the optimizer keeps tensors that windows have no place for (docs/optimizers.md)"
 
 
@@ -42,6 +40,7 @@ class Windows:
         recorder: takes them.
         file_bytes: of each window, as long as the number of iterations stays the same.
         bytes_to_come: shared memory that this rank's windows take beyond what those of the life before have.
+        replaying: the window that this life began with, until the state is whole again.
     """
 
     def __init__(self, job: Job, memory: SharedMemory, pool: SnapshotPool) -> None:
@@ -49,7 +48,7 @@ class Windows:
         self._compute = job.adapter.compute_dtypes()
         self._popularity: Mapping[str, float] = {}
         self._order_units()
-        self._replaying: Conversion | None = None
+        self.replaying: Conversion | None = None
         self._steps = job.adapter.repeated_steps()
         self._layout, self._reordered = self._laid_out(job.config.replay.window_iterations or 1), False
         self.file_bytes = self._layout.size.bytes
@@ -82,25 +81,20 @@ class Windows:
             raise CheckpointError(f"{path} holds no window any more")
         state = self.recorder.adopt(path)
         given = self._job, self._pool, state, left, self._steps, self._logs
-        replaying = self._replaying = Conversion(*given, give_up=self.give_up)
+        replaying = self.replaying = Conversion(*given, give_up=self.give_up)
         if self._job.config.replay.window_iterations is None:  # what was measured in the life before
             self._layout = self._laid_out(replaying.last - replaying.first + 1)
             self._agreed = -1, len(self._layout.turns)
             self._keep_logs()
         return state.path
 
-    def rest(self) -> None:
-        """See `Conversion.rest`; a collective, once all ranks have kept their windows."""
-        if self._replaying is not None:
-            self._replaying.rest()
-
     def start(self) -> None:
         """Take the memory of the windows; where a rank has too little, it takes none, and training goes on.
 
         A collective, after `settle`.
         """
-        if self._replaying is not None:
-            self._replaying.start()
+        if self.replaying is not None:
+            self.replaying.start()
         problem = None
         try:
             self.recorder.prepare(self._layout)
@@ -109,7 +103,7 @@ class Windows:
         problems = self._job.group.gather_present(problem)
         if problems:
             self._off = True
-            if self._replaying is None:
+            if self.replaying is None:
                 self.recorder.close(remove=True)
             message = "no windows are kept in this life, and a failure goes back to the newest checkpoint"
             self._report(f"{message}: {'; '.join(problems)}", once=True)
@@ -121,33 +115,18 @@ class Windows:
 
     def replays(self) -> bool | None:
         """Whether this rank computes the steps of a window that is replayed; None where none is, any more."""
-        return None if self._replaying is None else not self._replaying.rests
-
-    def after_step(self, iteration: int) -> None:
-        """Right after a step, before anything looks at its state."""
-        if self._replaying is not None:
-            self._replaying.after_step(iteration)
-
-    def ends_after(self, iteration: int, *, may_begin: bool = True) -> bool:
-        """Whether a window ends with this iteration; the same on all ranks. For `may_begin` see `capture`."""
-        replaying = self._replaying is not None and iteration < self._replaying.until
-        if self._off or replaying:
-            return False
-        step = self._step(iteration)
-        if step == 0:
-            return may_begin and self._iterations_from(iteration) == 1
-        return step + 1 == len(self._layout.turns)
+        return None if self.replaying is None else not self.replaying.rests
 
     def capture(
-        self, iteration: int, small_state: Callable[[], Any], *, may_begin: bool = True, send: bool = False
+        self, iteration: int, small_state: Callable[[], Any], may_send: Callable[[], bool], *, may_begin: bool
     ) -> Window | None:
         """At the end of an iteration: capture its snapshot, or check what was repeated.
 
         Args:
             iteration: the finished one.
             small_state: gives it whole.
+            may_send: says whether a window that ends here goes to the peers; asked after the same ones on all ranks.
             may_begin: whether a restart could go on from this iteration; else the next window begins later.
-            send: whether a window that ends here goes to the peers; the same on all ranks.
 
         Returns:
             A window that ends here and goes to the peers.
@@ -155,7 +134,7 @@ class Windows:
         Raises:
             RecoveryError: an iteration was not repeated as it was; see `Conversion.require_same`.
         """
-        replaying = self._replaying
+        replaying = self.replaying
         if replaying is not None:
             if not replaying.check(iteration):
                 return None
@@ -165,7 +144,7 @@ class Windows:
         step = self._step(iteration)
         if step > 0:
             outcome = None if self._steps is None else self._steps.outcome()
-            return self.recorder.capture(iteration, outcome, send=send)
+            return self.recorder.capture(iteration, outcome, send=step + 1 == len(self._layout.turns) and may_send())
         if not may_begin:
             return None
         if self._reordered or len(self._layout.turns) != self._iterations_from(iteration):
@@ -174,7 +153,7 @@ class Windows:
         self._first = iteration
         small = small_state if len(self._layout.turns) == 1 else partial(_complete, small_state)
         self.recorder.begin_window(self._layout, iteration, small)
-        return self.recorder.capture(iteration, send=send)
+        return self.recorder.capture(iteration, send=len(self._layout.turns) == 1 and may_send())
 
     def order(self, popularity: Mapping[str, float]) -> None:
         """Let the popular experts have their turns last, in windows that begin later; of this rank alone.
@@ -216,7 +195,7 @@ class Windows:
             refuse_superseded(self._job.run.path, self._memory.life)
             mark_life(self._job.run.path, self._memory.life, self._memory.branch)
         except (OSError, CheckpointError) as error:
-            logger.warning("that the window is void is not recorded, and replicas of it may be used again: %s", error)
+            self._report(f"that a window is void is not recorded, and a replica of it may be used again: {error}")
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
@@ -244,7 +223,7 @@ class Windows:
         return iterations if iteration > agreed_at else len(self._layout.turns)
 
     def _end_replay(self, *, remove: bool = True) -> None:
-        replaying, self._replaying = self._replaying, None
+        replaying, self.replaying = self.replaying, None
         if replaying is not None:
             replaying.close()
             if self._off:
