@@ -25,14 +25,13 @@ def test_ranks_with_different_models_are_refused_together(job: Job) -> None:
 
 
 def test_a_rank_that_cannot_begin_takes_the_others_with_it(job: Job) -> None:
-    """Its counter cannot be opened: the peer is not left waiting, and nothing is committed."""
+    """Its counter cannot be opened: the peer, which reads it too, is not left waiting, and nothing is committed."""
     (job.run_dir / "progress" / "rank-00001").mkdir(parents=True)
     started = time.monotonic()
     ended = job.launch()
     assert ended.statuses == [1, 1], "a rank that had to be killed was left waiting"
     assert time.monotonic() - started < 30
-    assert "IsADirectoryError" in ended.output[1]
-    assert "Connection" in ended.output[0]
+    assert all("IsADirectoryError" in output for output in ended.output)
     assert scan(job.run_dir / "checkpoints").checkpoints == []
     with JournalReader(job.run_dir / "journal.db") as journal:
         assert [life.ending for life in journal.lives()] == ["error"]
