@@ -24,14 +24,27 @@ def test_ranks_with_different_models_are_refused_together(job: Job) -> None:
     assert not job.run_dir.exists()
 
 
-def test_a_rank_that_cannot_begin_takes_the_others_with_it(job: Job) -> None:
-    """Its counter cannot be opened: the peer, which reads it too, is not left waiting, and nothing is committed."""
-    (job.run_dir / "progress" / "rank-00001").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("obstacle", "cause", "peer"),
+    [
+        ("a directory", "IsADirectoryError", "IsADirectoryError"),  # the peer reads the counters of all ranks, too
+        ("a link that leads nowhere", "Too many levels of symbolic links", "Connection"),
+    ],
+)
+def test_a_rank_that_cannot_begin_takes_the_others_with_it(job: Job, obstacle: str, cause: str, peer: str) -> None:
+    """Its counter cannot be opened: the peer is not left waiting, and nothing is committed."""
+    counter = job.run_dir / "progress" / "rank-00001"
+    if obstacle == "a directory":
+        counter.mkdir(parents=True)
+    else:
+        counter.parent.mkdir(parents=True)
+        counter.symlink_to(job.run_dir / "nowhere")
     started = time.monotonic()
     ended = job.launch()
     assert ended.statuses == [1, 1], "a rank that had to be killed was left waiting"
     assert time.monotonic() - started < 30
-    assert all("IsADirectoryError" in output for output in ended.output)
+    assert cause in ended.output[1]
+    assert peer in ended.output[0]
     assert scan(job.run_dir / "checkpoints").checkpoints == []
     with JournalReader(job.run_dir / "journal.db") as journal:
         assert [life.ending for life in journal.lives()] == ["error"]
