@@ -189,7 +189,7 @@ class MemorySources:
         self._windows = windows
         self._arena = Arena(run_id)
         self._group = group
-        self._first, self._held = first, held
+        self._first, self._all_held = first, held
         self._node = this_node()
         self._pieces = {
             name: [list(one.parameter.global_shape), one.parameter.offset, one.parameter.numel]
@@ -243,26 +243,34 @@ class MemorySources:
     ) -> Decision:
         nodes = self._nodes = self._group.gather(self._node)
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
-        states = self._catalogue(nodes, newest)
+        here = self._arena.list()
+        states = self._catalogue(here, nodes, newest)
         self.own = [state for state in states if state.rank == self._group.rank and state.kind == "snapshot"]
-        found = self._group.gather([_small_iterations(states), self._held_here("own"), self._held_here("replica")])
-        self.left = what_is_left([own for _, own, _ in found], [kept for _, _, kept in found], told=self._held)
+        held = [self._held(here, place) for place in ("own", "replica")]
+        found = self._group.gather([_small_iterations(states), *held])
+        self.left = what_is_left([own for _, own, _ in found], [kept for _, _, kept in found], told=self._all_held)
         small = {iteration for part, _, _ in found for iteration in part}
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
         entries = [entry for entry in entries if inexact or not entry.older]
         reported = self._group.gather([vars(entry) for entry in entries])
-        # Only ranks that own the same slices can have the same state, and nothing else is hashed.
-        held = _hash(self._pieces)
-        several = self._group.gather(held).count(held) > 1
-        words = self._group.gather(_fingerprint(checkpoint) if several and checkpoint is not None else None)
         return decide(
             nodes,
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
             published_iteration,
-            alike=[rank if word is None else words.index(word) for rank, word in enumerate(words)],
+            alike=self._alike(checkpoint),
             stale=stale,
         )
+
+    def _alike(self, checkpoint: Shard | None) -> list[int]:
+        """By rank, the first one with the same part of the checkpoint; all ranks have one, or none has."""
+        if checkpoint is None:
+            return list(range(self._group.size))
+        # Only ranks that own the same slices can have the same state, and nothing else is hashed.
+        own = _hash(self._pieces)
+        several = self._group.gather(own).count(own) > 1
+        words = self._group.gather(_fingerprint(checkpoint) if several else None)
+        return [rank if word is None else words.index(word) for rank, word in enumerate(words)]
 
     def _parts_replicas(self, departed: Sequence[Source]) -> bool:
         """Whether an operator of a rank whose state would be predicted is in the dump of another rank, too.
@@ -324,16 +332,15 @@ class MemorySources:
             raise CheckpointError("; ".join(problems))
         return scalars
 
-    def _held_here(self, place: Literal["own", "replica"]) -> list[int]:
+    def _held(self, here: Sequence[MemoryState], place: Literal["own", "replica"]) -> list[int]:
         """Ranks of whose states of the last life one lies in this machine's memory, of any branch."""
-        states = self._arena.list()
-        return sorted({one.rank for one in states if one.place == place and one.life >= self._first[0]})
+        return sorted({one.rank for one in here if one.place == place and one.life >= self._first[0]})
 
-    def _catalogue(self, nodes: list[str], after: int) -> list[MemoryState]:
+    def _catalogue(self, here: Sequence[MemoryState], nodes: list[str], after: int) -> list[MemoryState]:
         """The states that this rank verifies: its own, and a share of the replicas in its machine's memory."""
         local = [rank for rank, node in enumerate(nodes) if node == self._node]
         whole = []
-        for state in self._arena.list():
+        for state in here:
             verifier = state.rank if state.rank in local else local[state.rank % len(local)]
             if verifier != self._group.rank or (state.life, state.branch) < self._first or state.iteration <= after:
                 continue
