@@ -323,7 +323,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
 
 
 def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
-    """Remove saves after an iteration that were never committed, and slabs and manifests that no checkpoint lists.
+    """Remove uncommitted saves after an iteration, and slabs and manifests that no checkpoint lists.
 
     No process may write there meanwhile.
     """

@@ -92,9 +92,9 @@ class Attempt:
         Raises:
             OSError: the directory cannot be listed.
         """
-        word = f"-{self.save.life}.{self.save.attempt}.json"
+        own = {rank_manifest_name(rank, self.save) for rank in range(self.world_size)}
         found = [path for path in self.directory.iterdir() if path.name not in {COMMIT, *kept}]
-        return [path for path in found if path.name.endswith(word) or not is_rank_manifest(path.name)]
+        return [path for path in found if path.name in own or not is_rank_manifest(path.name)]
 
     def mark_skipped(self, rank: int, reason: str) -> None:
         """Tell rank 0 that a rank writes no shard; the marker of rank 0 tells all ranks that this is abandoned."""

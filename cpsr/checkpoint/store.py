@@ -94,7 +94,7 @@ class CheckpointStore:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
         self._sequence = 0  # largest commit count that was seen or assigned in this life
-        self._committed = False  # whether this store has committed, after which no other one does
+        self._committed = False  # by this store; once it has committed, no other store does
         self.copied_iteration: int | None = None
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None

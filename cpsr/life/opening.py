@@ -95,12 +95,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     target = CheckpointTarget(config.checkpoint, config.run_dir, group)
     target.adopt_run()
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
-    # A life that has claimed its number may not have trained.
-    known = [*newest_life(config.run_dir), newest_claim(config.run_dir)]
-    number, branch, held, claimed = group.broadcast(known)
-    if number < 0:  # the run's directory may have been lost: then the newest states that are left are of its last life
-        states = [[state.life, state.branch] for state in Arena(run.run_id).list()]
-        number, branch = max(group.gather(max(states, default=[number, branch])))
+    number, branch, held, claimed = _last_life(run, group)
     journal = open_journal(config.run_dir, group, config.mode, max(number, claimed))
     job, life.steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
     opened.callback(_close_journal, job, life.steps, ending)
@@ -207,6 +202,19 @@ def _start_training(life: "Life", store: CheckpointStore) -> None:
     life.votes, asked = job.group.votes(), rehearsed()
     life.rehearsed = None if asked is None else Rehearsed(asked, job)
     life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)
+
+
+def _last_life(run: RunDirectory, group: Group) -> tuple[int, int, bool, int]:
+    """Number and branch of the last life, whether every rank held a state, and the newest number that was claimed.
+
+    A life that has claimed its number may not have trained. Where the run's directory was lost, the newest states in
+    host memory are of the last life.
+    """
+    number, branch, held, claimed = group.broadcast([*newest_life(run.path), newest_claim(run.path)])
+    if number < 0:
+        states = [[state.life, state.branch] for state in Arena(run.run_id).list()]
+        number, branch = max(group.gather(max(states, default=[number, branch])))
+    return number, branch, held, claimed
 
 
 def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitStack) -> None:
