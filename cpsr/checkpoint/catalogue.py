@@ -7,17 +7,17 @@ before a later checkpoint was committed (and read back when it was written).
 import hashlib
 import logging
 import re
-from collections.abc import Generator, Iterable, Mapping, Sequence
+import time
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Literal
 
 from cpsr.checkpoint.files import (
     exhaust,
     is_temporary,
+    names_in,
     read_bytes,
     remove_entry,
     remove_tree,
@@ -28,6 +28,7 @@ from cpsr.checkpoint.manifest import (
     COMMIT,
     SLABS,
     FileRecord,
+    Listing,
     Manifest,
     RankManifest,
     holds_frozen,
@@ -45,6 +46,7 @@ from cpsr.checkpoint.verify import (
     UnreadableFileError,
     is_committed,
     persistently,
+    stat_of,
 )
 
 __all__ = ["Catalogue", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
@@ -53,6 +55,11 @@ __all__ += ["warn_once"]
 
 # Checkpoints between two yields of a scan: 0.1 ms each, with few ranks.
 CHECKPOINTS_AT_ONCE = 8
+
+# Slabs whose names and sizes are kept between two scans: 30 MB.
+LISTED_MAX = 1 << 17
+# Younger files are read again at the next scan: within one tick of its clock a file may change twice.
+SETTLED_SECONDS = 1.0
 
 # A checkpoint that was set aside: why, its step, the newest commit at that time, and a number.
 _ASIDE = re.compile(r"(?P<kind>damaged|abandoned)-(?P<step>step-\d+)-(?P<sequence>\d+)-\d+")
@@ -99,12 +106,38 @@ class Catalogue:
     @property
     def newest_sequence(self) -> int:
         """Largest commit count, also of what was set aside later; 0: nothing was committed."""
-        known = [info.manifest.sequence for info in self.checkpoints] + [aside.after_sequence for aside in self.asides]
+        known = [info.listing.sequence for info in self.checkpoints] + [aside.after_sequence for aside in self.asides]
         return max(known, default=0)
 
 
+class _KnownCommits:
+    """Listings of the commit records that this process has read, while their files are the same on the disk."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, ...], Listing]] = {}
+
+    def find(self, directory: Path, file: tuple[int, ...]) -> Listing | None:
+        """That of a checkpoint whose record is this file; None where it must be read."""
+        known = self._known.get(directory)
+        return known[1] if known is not None and known[0] == file else None
+
+    def add(self, directory: Path, file: tuple[int, ...], listing: Listing) -> None:
+        """Keep one, if there is room for it."""
+        self._known.pop(directory, None)
+        if sum(len(known.sizes) for _, known in self._known.copy().values()) + len(listing.sizes) <= LISTED_MAX:
+            self._known[directory] = file, listing
+
+    def keep(self, directories: Collection[Path]) -> None:
+        """Forget all but those of these checkpoints, also those of other runs."""
+        for other in self._known.copy().keys() - set(directories):
+            self._known.pop(other, None)
+
+
+_known_commits = _KnownCommits()
+
+
 def scan(checkpoints: Path) -> Catalogue:
-    """Read the commit records and manifests (not the tensors) of a run."""
+    """Read the commit records (not the tensors) of a run, but for those that are known."""
     return exhaust(scan_in_pieces(checkpoints))
 
 
@@ -128,6 +161,7 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
             yield  # an unreadable one is retried several times, which takes most of a second or more
         if number % CHECKPOINTS_AT_ONCE == 0:
             yield
+    _known_commits.keep([info.directory for info in found.checkpoints])
     found.checkpoints.sort(key=lambda info: info.iteration)
     found.asides.sort(key=lambda aside: (aside.after_sequence, aside.directory.name))
     return found
@@ -151,14 +185,22 @@ def newest_checkpoint(checkpoints: Path) -> SavedCheckpoint | None:
 
 def _committed(directory: Path) -> SavedCheckpoint | None:
     """The entry of a checkpoint; None where there is no commit record."""
-    if not is_committed(directory):
+    found = stat_of(directory / COMMIT)
+    if found is None:
         return None
+    file = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    listing = _known_commits.find(directory, file)
+    if listing is not None:
+        return SavedCheckpoint(directory, listing=listing)
     try:
-        return SavedCheckpoint(directory)
+        saved = SavedCheckpoint(directory)
     except DamagedFileError:
         if is_committed(directory):
             raise
         return None  # a retention pass is deleting it at this moment
+    if abs(time.time() - max(found.st_mtime, found.st_ctime)) > SETTLED_SECONDS:
+        _known_commits.add(directory, file, saved.listing)
+    return SavedCheckpoint(directory, listing=saved.listing)
 
 
 def _aside(path: Path) -> list[SetAside]:
@@ -257,7 +299,7 @@ def plan_retention(
     whole = [info.iteration for info in checkpoints if info.full]
     keep_whole = {*whole[-rules.full_checkpoints :], *(one for one in whole if one == copied)}
     kept = {
-        info.iteration: _sizes(info.manifest, whole=info.iteration in keep_whole)
+        info.iteration: _sizes(info.listing, whole=info.iteration in keep_whole)
         for info in checkpoints
         if info.iteration in keep_whole | recent or newest - info.iteration <= rules.history_span_iterations
     }
@@ -273,14 +315,19 @@ def plan_retention(
     )
 
 
-def _sizes(manifest: Manifest, *, whole: bool) -> dict[str, int]:
+def _sizes(listing: Listing, *, whole: bool) -> Mapping[str, int]:
     """Bytes of each slab that a checkpoint lists; unless whole, of weights alone."""
-    return {name: file.bytes for name, file in manifest.files.items() if whole or holds_weights(name)}
+    if whole or listing.weights_only:
+        return listing.sizes
+    return {name: size for name, size in listing.sizes.items() if holds_weights(name)}
 
 
 def _taken(kept: Iterable[Mapping[str, int]], others: Mapping[str, int] | None) -> int:
     """Bytes of all slabs; those that several checkpoints list count once."""
-    return sum(reduce(or_, map(dict, kept), dict(others or {})).values())
+    taken = dict(others or {})
+    for sizes in kept:
+        taken.update(sizes)
+    return sum(taken.values())
 
 
 def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> RetentionPlan:
@@ -300,7 +347,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     if not found.checkpoints:
         return RetentionPlan([], [], 0)
     _remove_asides(found)
-    _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.manifest.sequence).iteration)
+    _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.listing.sequence).iteration)
     others = _listed_elsewhere(checkpoints, found)
     plan = plan_retention(found.checkpoints, rules, others, copied)
     for info in [info for info in found.checkpoints if info.iteration in plan.delete]:
@@ -312,7 +359,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
             if info.iteration in plan.thin:
                 found.checkpoints[place] = _thinned(info)
     finally:  # a full disk has no room for another COMMIT, but gets what was deleted
-        _drop_unlisted(slabs, found, others)
+        _drop_unlisted(checkpoints, slabs, found, others)
     if rules.disk_limit_bytes is not None and plan.bytes > rules.disk_limit_bytes:
         _log.warning(
             "checkpoints take %d bytes, more than disk_limit_bytes=%d: the newest whole one is never deleted",
@@ -330,9 +377,11 @@ def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
     found = scan(checkpoints)
     _remove_uncommitted(found, after=after)
     with suppress(OSError):  # the log has it: a start does not fail for it
-        _drop_unlisted(_slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
+        _drop_unlisted(checkpoints, _slabs_in(checkpoints), found, _listed_elsewhere(checkpoints, found))
     for saved in found.checkpoints:
-        for path in [path for path in saved.directory.iterdir() if path.name not in saved.manifest.parts]:
+        save, ranks = saved.listing.save, saved.listing.world_size
+        own = {rank_manifest_name(rank, save) for rank in range(ranks)}
+        for path in [saved.directory / name for name in names_in(saved.directory) if name not in own]:
             if is_temporary(path) or is_rank_manifest(path.name) or path.suffix == ".skip":
                 path.unlink(missing_ok=True)
                 _log.warning("%s was removed: left by a save that was cut off, or that another has replaced", path)
@@ -350,9 +399,10 @@ def _remove_uncommitted(found: Catalogue, *, before: int | None = None, after: i
             _log.warning("%s was removed: it has no commit record (a save or a deletion was cut off)", directory)
 
 
-def _slabs_in(checkpoints: Path) -> list[Path]:
+def _slabs_in(checkpoints: Path) -> list[str]:
+    """Names of all that lies among the slabs."""
     directory = checkpoints / SLABS
-    return list(directory.iterdir()) if directory.is_dir() and not directory.is_symlink() else []
+    return names_in(directory) if directory.is_dir() and not directory.is_symlink() else []
 
 
 def _listed_elsewhere(checkpoints: Path, found: Catalogue) -> dict[str, int] | None:
@@ -383,40 +433,39 @@ def _listed_in(directory: Path) -> dict[str, int]:
         found = manifest.files
         first = persistently(read_bytes, directory / rank_manifest_name(0, manifest.save))
         if hashlib.sha256(first).hexdigest() == manifest.ranks[0].sha256:
-            return _sizes(manifest, whole=True)
+            return dict(manifest.listing.sizes)
     for path in sorted(directory.glob("rank-*.json")):
         with suppress(DamagedFileError, ValueError):
             found |= RankManifest.parse(persistently(read_bytes, path)).files
     return {name: file.bytes for name, file in found.items() if slab_path(directory, name).exists()}
 
 
-def _drop_unlisted(slabs: Iterable[Path], found: Catalogue, others: Mapping[str, int] | None) -> None:
-    """Remove slabs that no checkpoint lists, nor a save that is under way; none while a checkpoint cannot be read.
+def _drop_unlisted(checkpoints: Path, slabs: Iterable[str], found: Catalogue, others: Mapping[str, int] | None) -> None:
+    """Remove of these slabs those that no checkpoint lists, nor a save that is under way.
 
-    What cannot be removed keeps nothing else.
+    None is removed while a checkpoint cannot be read. What cannot be removed keeps nothing else.
 
     Raises:
         OSError: a slab cannot be removed.
     """
     if found.unreadable or others is None:
         return
-    listed = {name for info in found.checkpoints for name in info.manifest.files} | others.keys()
-    dropped, refused = set(), list[OSError]()
-    for path in slabs:
-        at = saved_at(path.name)
-        under_way = found.uncommitted if at is None else {at} & found.uncommitted.keys()
-        if path.name in listed or under_way:
+    unlisted = set(slabs).difference(others, *(info.listing.sizes for info in found.checkpoints))
+    dropped, refused = False, list[OSError]()
+    for name in sorted(unlisted):
+        at, path = saved_at(name), checkpoints / SLABS / name
+        if found.uncommitted if at is None else at in found.uncommitted:
             continue
         try:
             remove_entry(path)
         except OSError as error:
-            warn_once(path.parent.parent, f"{path}, which no checkpoint lists, cannot be removed: {error}")
-            refused += [error] if at is not None or holds_frozen(path.name) else []
+            warn_once(checkpoints, f"{path}, which no checkpoint lists, cannot be removed: {error}")
+            refused += [error] if at is not None or holds_frozen(name) else []
             continue
-        dropped.add(path.parent)
+        dropped = True
         _log.debug("%s was removed: no checkpoint lists it", path)
-    for directory in dropped:
-        sync_directory(directory)
+    if dropped:
+        sync_directory(checkpoints / SLABS)
     if refused:
         raise refused[0]
 
@@ -432,7 +481,7 @@ def _thinned(info: SavedCheckpoint) -> SavedCheckpoint:
 def _remove_asides(found: Catalogue) -> None:
     """Remove what was set aside long enough ago."""
     for aside in found.asides:
-        later = sum(info.manifest.sequence > aside.after_sequence for info in found.checkpoints)
+        later = sum(info.listing.sequence > aside.after_sequence for info in found.checkpoints)
         if later < _COMMITS_BEFORE_REMOVAL:
             continue
         try:

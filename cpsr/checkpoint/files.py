@@ -30,7 +30,7 @@ from cpsr.checkpoint.tensor_file import image_of
 from cpsr.errors import SaveError
 
 __all__ = ["exhaust", "hash_file", "hash_in_pieces", "is_temporary", "make_directory"]
-__all__ += ["open_plain", "read_bytes"]
+__all__ += ["names_in", "open_plain", "read_bytes"]
 __all__ += ["remove_entry", "remove_tree", "sync_directory", "sync_file", "temporary_name", "write_bytes"]
 __all__ += ["write_tensors"]
 
@@ -206,17 +206,29 @@ def make_directory(path: Path) -> None:
         sync_directory(directory.parent)
 
 
+def names_in(directory: Path) -> list[str]:
+    """Names of all that lies there: a directory may hold many thousands.
+
+    Raises:
+        OSError: it cannot be listed.
+    """
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries]
+
+
 def remove_entry(path: Path) -> None:
     """Remove a file, a link (not its target), or a foreign directory with its contents.
 
     Raises:
         OSError: the file system refused.
     """
-    if path.is_dir() and not path.is_symlink():
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        if path.is_symlink() or not path.is_dir():
+            raise
         shutil.rmtree(path)
         _log.warning("%s was removed: no checkpoint has a directory in it", path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 def remove_tree(directory: Path) -> None:
@@ -231,11 +243,10 @@ def remove_tree(directory: Path) -> None:
     sync_directory(directory)
     stays = False
     for path in list(directory.iterdir()):
-        foreign = path.is_dir() and not path.is_symlink()
         try:
             remove_entry(path)
         except OSError as error:
-            if not foreign:
+            if path.is_symlink() or not path.is_dir():
                 raise
             stays = True
             _log.warning("%s stays: it cannot be removed (%s), which no checkpoint put there; remove it", path, error)

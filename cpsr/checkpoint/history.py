@@ -241,9 +241,9 @@ class DiskHistory:
             yield
 
     def _add(self, saved: SavedCheckpoint) -> Iterator[None]:
-        part, records = self._part, saved.manifest.ranks
-        used = [part.rank] if part.ranks == len(records) else sorted(records)
-        sha256 = hashlib.sha256("".join(records[rank].sha256 for rank in used).encode()).hexdigest()
+        part, listing = self._part, saved.listing
+        words = listing.sha256(part.rank) if part.ranks == listing.world_size else listing.words
+        sha256 = hashlib.sha256(words).hexdigest()
         try:
             read = self._known.get(saved.iteration)
             if read is None or read.sha256 != sha256:
@@ -324,7 +324,7 @@ class DiskHistory:
 def _is_still(saved: SavedCheckpoint) -> bool:
     """Whether a checkpoint is there as it was listed: retention did not delete it, nor another save replace it."""
     try:
-        return read_manifest(saved.directory).save == saved.manifest.save
+        return read_manifest(saved.directory).save == saved.listing.save
     except CheckpointError as error:
         return not isinstance(error, DamagedFileError)
 

@@ -12,10 +12,12 @@ import struct
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cpsr.checkpoint.files import write_bytes
+from cpsr.ranks.group import Group
 
-__all__ = ["Progress", "ProgressCounter", "mark_life", "newest_life", "progress_path", "read_progress"]
+__all__ = ["Progress", "ProgressCounter", "mark_life", "newest_life", "progress_path", "read_for_all", "read_progress"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,8 @@ LIFE = "life"
 
 
 def progress_path(run_dir: Path, rank: int) -> Path:
-    """Where a rank's counter lies."""
-    return run_dir / "progress" / f"rank-{rank:05d}"
+    """Where a rank's counter lies: apart from the lives, which every save lists."""
+    return run_dir / "progress" / "ranks" / f"rank-{rank:05d}"
 
 
 def mark_life(run_dir: Path, life: int, branch: int = 0, *, holds_states: bool = False) -> None:
@@ -154,6 +156,30 @@ def read_progress(run_dir: Path, world_size: int) -> Progress | None:
         else:
             ranks[rank] = content
     return Progress(ranks, missing) if ranks else None
+
+
+def read_for_all(run_dir: Path, world_size: int, group: Group) -> Progress | None:
+    """`read_progress` of rank 0 on all ranks, which would read a file of each other otherwise; a collective.
+
+    Raises:
+        OSError: as that, on every rank.
+    """
+    told: dict[str, Any] = {"ranks": [], "missing": []}
+    try:
+        found = read_progress(run_dir, world_size) if group.rank == 0 else None
+        if found is not None:
+            counts = [(rank, list(published.items())) for rank, published in found.ranks.items()]
+            told = {"ranks": counts, "missing": list(found.missing.items())}
+    except OSError as error:
+        told = {"problem": str(error)}
+    told = group.broadcast(told)
+    if "problem" in told:
+        raise OSError(told["problem"])
+    return (
+        Progress({rank: dict(published) for rank, published in told["ranks"]}, dict(told["missing"]))
+        if told["ranks"]
+        else None
+    )
 
 
 def _read(path: Path) -> dict[int, int] | str:

@@ -11,9 +11,11 @@ import torch
 
 from cpsr.checkpoint.assemble import Piece, Slab, assemble, wanted_of
 from cpsr.checkpoint.manifest import (
+    COMMIT,
     FileRecord,
     FrozenRecord,
     Kind,
+    Listing,
     Manifest,
     OperatorRecord,
     RankManifest,
@@ -80,12 +82,13 @@ class SavedCheckpoint:
 
     Args:
         directory: of the checkpoint.
-        manifest: of all ranks; read where it is not given.
+        manifest: its commit record; read where neither that nor its listing is given.
         records: how many ranks' manifests are kept at a time; None: all.
+        listing: of its commit record, which is then read when it is asked for.
 
     Attributes:
         directory: where it lies.
-        manifest: its commit record.
+        listing: of its commit record.
 
     Raises:
         CheckpointCorruptError: its commit record or its manifest is damaged, and in every method: a rank's manifest.
@@ -93,27 +96,42 @@ class SavedCheckpoint:
     """
 
     def __init__(
-        self, directory: Path, manifest: Manifest | None = None, records: int | None = RECORDS_AT_ONCE
+        self,
+        directory: Path,
+        manifest: Manifest | None = None,
+        records: int | None = RECORDS_AT_ONCE,
+        listing: Listing | None = None,
     ) -> None:
         self._files: dict[str, SlabFile] = {}
         self._records: dict[int, RankManifest] = {}
         self._limit = records
         self.directory = directory
-        self.manifest = read_manifest(directory) if manifest is None else manifest
+        self._manifest = read_manifest(directory) if manifest is None and listing is None else manifest
+        self.listing = listing or self.manifest.listing
+
+    @property
+    def manifest(self) -> Manifest:
+        """Its commit record; DamagedFileError where another save has replaced it."""
+        if self._manifest is None:
+            found = read_manifest(self.directory)
+            if found.save != self.listing.save:
+                raise DamagedFileError(self.directory / COMMIT, "was replaced by another save")
+            self._manifest = found
+        return self._manifest
 
     @property
     def iteration(self) -> int:
         """Iteration of the state."""
-        return self.manifest.iteration
+        return self.listing.save.iteration
 
     @property
     def full(self) -> bool:
         """False for thinned checkpoints; training can restart exactly from full ones only."""
-        return not self.manifest.weights_only
+        return not self.listing.weights_only
 
     def for_one_reader(self) -> Self:
         """The same checkpoint: the manifests that are read through it go with it, and do not stay in a list."""
-        return type(self)(self.directory, self.manifest)
+        return type(self)(self.directory, self._manifest, listing=self.listing)
 
     def record(self, rank: int) -> RankManifest:
         """One rank's manifest."""

@@ -37,7 +37,7 @@ from cpsr.checkpoint.catalogue import (
 from cpsr.checkpoint.commit import Attempt, CommitResult, Missing, refuse_superseded, seal, wait_for_ranks
 from cpsr.checkpoint.files import make_directory, write_bytes
 from cpsr.checkpoint.frozen_files import FrozenFiles, FrozenPart
-from cpsr.checkpoint.manifest import COMMIT, SLABS, Save, rank_manifest_name, step_name
+from cpsr.checkpoint.manifest import COMMIT, SLABS, Manifest, Save, rank_manifest_name, step_name
 from cpsr.checkpoint.rank_part import RankPartWriter
 from cpsr.checkpoint.replicated import DriftedError
 from cpsr.checkpoint.saved import SavedCheckpoint, piece_of
@@ -259,8 +259,13 @@ class CheckpointStore:
         known += [problem.file.parent.name for problem in found.unreadable]
         return known + [aside.directory.name for aside in found.asides]
 
-    def load(self, iteration: int, into: Shard) -> Any:
+    def load(self, iteration: int, into: Shard, manifest: Manifest | None = None) -> Any:
         """Copy this rank's part of a committed checkpoint into the views of `into`, and frozen weights into the engine.
+
+        Args:
+            iteration: of the checkpoint.
+            into: views to be written.
+            manifest: its commit record, where rank 0 has read it for all ranks; else it is read.
 
         Returns:
             The scalars that were saved with it.
@@ -273,12 +278,12 @@ class CheckpointStore:
             CheckpointError: there is none at that iteration, or it holds the weights only.
         """
         directory = self.directory_of(iteration)
-        if not (directory / COMMIT).exists():
+        if manifest is None and not (directory / COMMIT).exists():
             full = [info.iteration for info in self.catalogue() if info.full]
             raise CheckpointError(
                 f"{directory} is not a committed checkpoint; there are {f'full ones at {full}' if full else 'none'}"
             )
-        saved = SavedCheckpoint(directory)
+        saved = SavedCheckpoint(directory, manifest)
         run_id, ranks = saved.manifest.run_id, saved.manifest.world_size
         if ranks != self._world_size and self.reshard is None:
             raise RunMismatchError(

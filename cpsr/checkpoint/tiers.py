@@ -1,7 +1,8 @@
 """The recovery ladder: one rule chooses the source of each rank's state among those that all ranks can reach."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass
+from itertools import product
 from typing import Literal
 
 from cpsr.checkpoint.memory_states import Kind
@@ -143,9 +144,24 @@ class _Reach:
 
     def __init__(self, nodes: Sequence[str], entries: Sequence[Entry], *, alike: Sequence[int]) -> None:
         self._nodes = nodes
-        # Sorted, so that the order of the reports does not matter.
-        self._entries = sorted(entries, key=astuple)
         self._alike = alike
+        self._states_at = {entry.iteration for entry in entries}
+        # The first of each kind and group, everywhere and near a rank: nobody looks through the states of all ranks for
+        # each rank. Sorted, so that the order of the reports does not matter.
+        self._first: dict[tuple[object, ...], Entry] = {}
+        for entry in sorted(entries, key=astuple):
+            for group in self._groups(entry):
+                for near in product((entry.rank, None), (entry.node, None)):
+                    self._first.setdefault((entry.iteration, entry.kind, group, *near), entry)
+
+    def _groups(self, entry: Entry) -> Iterator[tuple[str, int | str]]:
+        """By what a state is looked for: whose it is, what it holds, and which ranks it can serve."""
+        if entry.kind != "small" or entry.owned:
+            yield "of", entry.rank
+        if entry.kind == "snapshot" and entry.owned:
+            yield "owned", entry.owned
+        if not entry.older:
+            yield "alike", self._alike[entry.rank]
 
     def everywhere(self, after: int) -> tuple[Source, ...]:
         """Sources of the newest iteration after that one at which every rank has a state with its own scalars."""
@@ -173,41 +189,35 @@ class _Reach:
 
     def _iterations(self, after: int) -> list[int]:
         """Of all states after this one, the newest first."""
-        return sorted({entry.iteration for entry in self._entries if entry.iteration > after}, reverse=True)
+        return sorted((iteration for iteration in self._states_at if iteration > after), reverse=True)
 
     def _whole(self, rank: int, iteration: int) -> Source | None:
         """A rank's own snapshot; or its small state with the weights and moments of another rank's."""
         # Scalars differ between ranks (data, random states): another rank's would give this rank the wrong data.
-        own = self._nearest(rank, iteration, ("snapshot",), lambda entry: entry.rank == rank)
+        own = self._nearest(rank, iteration, "snapshot", ("of", rank))
         if own is not None:
             return Source(rank, "memory", iteration, own)
-        small = self._nearest(rank, iteration, ("small",), lambda entry: entry.rank == rank and entry.owned != "")
+        small = self._nearest(rank, iteration, "small", ("of", rank))
         if small is None:
             return None
-        owned = small.owned
-        tensors = self._nearest(rank, iteration, ("snapshot",), lambda entry: entry.owned == owned)
+        tensors = self._nearest(rank, iteration, "snapshot", ("owned", small.owned))
         return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
 
     def _window(self, rank: int, iteration: int) -> Source | None:
         """A rank's own window."""
-        own = self._nearest(rank, iteration, ("window",), lambda entry: entry.rank == rank)
+        own = self._nearest(rank, iteration, "window", ("of", rank))
         return None if own is None else Source(rank, "memory", iteration, own)
 
     def _dumped(self, rank: int, iteration: int) -> Entry | None:
         """A dump that serves the rank, without older experts."""
-        label = self._alike[rank]
-        return self._nearest(
-            rank,
-            iteration,
-            ("departure", "snapshot"),
-            lambda entry: not entry.older and self._alike[entry.rank] == label,
-        )
+        group = "alike", self._alike[rank]
+        dump = self._nearest(rank, iteration, "departure", group)
+        return dump or self._nearest(rank, iteration, "snapshot", group)
 
-    def _nearest(self, rank: int, iteration: int, kinds: Sequence[Kind], fits: Callable[[Entry], bool]) -> Entry | None:
-        """The state that the rank would read: of the first kind, its own, on its own machine, where there are such."""
-        here = self._nodes[rank]
-        found = [
-            entry for entry in self._entries if entry.iteration == iteration and entry.kind in kinds and fits(entry)
-        ]
-        nearness = lambda entry: (kinds.index(entry.kind), entry.rank != rank, entry.node != here)  # noqa: E731
-        return min(found, key=nearness, default=None)
+    def _nearest(self, rank: int, iteration: int, kind: Kind, group: tuple[str, int | str]) -> Entry | None:
+        """The state that the rank would read: its own, or one on its own machine, where there are such."""
+        for near in product((rank, None), (self._nodes[rank], None)):
+            entry = self._first.get((iteration, kind, group, *near))
+            if entry is not None:
+                return entry
+        return None

@@ -33,7 +33,7 @@ __all__ = [
     "check_piece",
 ]
 __all__ += ["is_committed", "is_there", "map_tensors", "persistently"]
-__all__ += ["read_manifest", "read_rank_manifest", "refused_content", "require_same"]
+__all__ += ["read_manifest", "read_rank_manifest", "refused_content", "require_same", "stat_of"]
 __all__ += ["verify_checkpoint", "verify_run"]
 
 # Errors where the file is gone or something else is in its place: a retry does not help.
@@ -99,11 +99,15 @@ def is_there(path: Path) -> bool:
     Raises:
         UnreadableFileError: the file system refuses to say, also when asked again.
     """
+    return stat_of(path) is not None
+
+
+def stat_of(path: Path) -> os.stat_result | None:
+    """Of a file for which `is_there`, else None; UnreadableFileError as that."""
     try:
-        persistently(_stat, path)
+        return persistently(_stat, path)
     except DamagedFileError:
-        return False
-    return True
+        return None
 
 
 def read_manifest(directory: Path) -> Manifest:

@@ -303,7 +303,8 @@ def _open_directory(
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
     holders = len(adapter.data_parallel_ranks)
     own = disk_bytes(shard, config, share) + _frozen_bytes(shard, description["module"]["frozen"], holders)
-    check_disk(config.run_dir, max(int(group.sum(own)) - checkpoint_bytes(config.run_dir), 0))
+    taken_bytes: int = group.broadcast(checkpoint_bytes(config.run_dir) if group.rank == 0 else None)
+    check_disk(config.run_dir, max(int(group.sum(own)) - taken_bytes, 0))
     return run, max(0, free_bytes - LIMIT_BYTES)
 
 

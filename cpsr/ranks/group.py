@@ -97,6 +97,10 @@ class SideGroup:
         """Begin to copy the CPU tensor of each member, all of one shape and dtype, into `parts`."""
         return self._open.allgather(parts, values)
 
+    def broadcast(self, values: torch.Tensor) -> dist.Work:
+        """Begin to copy the first member's CPU tensor into those of all others, of its shape and dtype."""
+        return self._open.broadcast(values, 0)
+
     def barrier(self) -> dist.Work:
         """Begin to wait for every member."""
         return self._open.barrier()
@@ -346,8 +350,15 @@ class Group:
         return self.sum(value) / self.size
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's JSON value on every rank; what the others pass is ignored."""
-        return self.gather(value if self.rank == 0 else None)[0]
+        """Rank 0's JSON value on every rank, once all have asked for it; what the others pass is ignored."""
+        if self._group is None:
+            return value
+        data = json.dumps(value).encode() if self.rank == 0 else b""
+        size = self.reduce(torch.tensor([len(data)], device="cpu"), "max")
+        content = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
+        content.numpy()[: len(data)] = bytearray(data)
+        self._wait(self._group.broadcast(content))
+        return json.loads(bytes(content.numpy()))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""

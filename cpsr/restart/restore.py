@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from cpsr.checkpoint.progress import Progress, read_progress
+from cpsr.checkpoint.progress import Progress, read_for_all
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -105,7 +105,7 @@ class Restorer:
         """
         started = time.perf_counter()
         group = self._job.group
-        progress = read_progress(self._job.config.run_dir, self._job.run.previous_ranks)
+        progress = read_for_all(self._job.config.run_dir, self._job.run.previous_ranks, group)
         published = self._published(progress)
         checkpoint = self._checkpoint = self._newest.load(published, inexact=self._inexact)
         older = None if checkpoint is None else older_experts(checkpoint, group)

@@ -9,12 +9,13 @@ from functools import cache
 from typing import Any, Literal
 
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.manifest import Manifest
 from cpsr.checkpoint.memory_states import MemoryState, OpenState, load_states, owned_word, verify_memory_state
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
-from cpsr.checkpoint.verify import UnreadableFileError
+from cpsr.checkpoint.verify import UnreadableFileError, read_manifest
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.journal import FailureScope
 from cpsr.peers.fetch import fetch
@@ -99,9 +100,15 @@ class NewestCheckpoint:
                 older one would abandon it; every rank raises it.
         """
         rank, iteration = self._group.rank, snapshot.iteration
-        kind, problem = "", ""
+        kind, record = self._commit_record(iteration)
+        if kind == "unreadable":
+            raise RecoveryError(f"checkpoint {iteration} cannot be read now. {record}")
+        if kind == "damage":
+            return record
+        problem = ""
         try:
-            snapshot.scalars = self._store.load(iteration, snapshot.shard)
+            manifest = Manifest.parse(record.encode("ascii"))
+            snapshot.scalars = self._store.load(iteration, snapshot.shard, manifest)
         except RunMismatchError as error:
             kind, problem = "mismatch", f"rank {rank}: {error}"
         except UnreadableFileError as error:
@@ -116,12 +123,30 @@ class NewestCheckpoint:
             raise RecoveryError(f"checkpoint {iteration} cannot be read now. {problems['unreadable']}")
         return problems.get("damage")
 
+    def _commit_record(self, iteration: int) -> tuple[str, str]:
+        """A commit record as rank 0 reads it, for all ranks: it has a line for each file of each.
+
+        Returns:
+            An empty word and the content; or `unreadable` or `damage`, and what is wrong.
+        """
+        read: tuple[str, str] | None = None
+        if self._group.rank == 0:
+            try:
+                read = "", read_manifest(self._store.directory_of(iteration)).to_bytes().decode("ascii")
+            except UnreadableFileError as error:
+                read = "unreadable", f"rank 0: {error}"
+            except CheckpointError as error:
+                read = "damage", f"rank 0: {error}"
+        kind, text = self._group.broadcast(read)
+        return kind, text
+
     def _newest_usable(self, passed_over: Sequence[int]) -> int | None:
         """The newest checkpoint that was not skipped, fetched first where the target has a newer one."""
         fetched = self._target.fetch(self._store, self.damaged)
         if fetched is not None:
             self.damaged.pop(fetched, None)
-        full = [info.iteration for info in self._store.catalogue() if info.full]
+        known = self._store.catalogue() if self._group.rank == 0 else ()
+        full = [info.iteration for info in known if info.full]
         usable = [iteration for iteration in full if iteration not in self.damaged and iteration not in passed_over]
         newest: int | None = self._group.broadcast(max(usable, default=None))
         return newest
@@ -142,7 +167,7 @@ class NewestCheckpoint:
 
     def _require_none_committed(self, passed_over: Sequence[int]) -> None:
         """A run never starts from scratch after a commit."""
-        remains = self._group.broadcast(self._store.remains())
+        remains = self._group.broadcast(self._store.remains() if self._group.rank == 0 else None)
         if passed_over:
             raise RecoveryError(
                 f"checkpoints {passed_over} hold experts that are older than they are, and no older checkpoint is left "
@@ -270,7 +295,8 @@ class MemorySources:
         own = _hash(self._pieces)
         several = self._group.gather(own).count(own) > 1
         words = self._group.gather(_fingerprint(checkpoint) if several else None)
-        return [rank if word is None else words.index(word) for rank, word in enumerate(words)]
+        first = {word: rank for rank, word in reversed(list(enumerate(words)))}
+        return [rank if word is None else first[word] for rank, word in enumerate(words)]
 
     def _parts_replicas(self, departed: Sequence[Source]) -> bool:
         """Whether an operator of a rank whose state would be predicted is in the dump of another rank, too.

@@ -2,16 +2,20 @@
 
 import errno
 import gc
+import os
 import shutil
+import time
 import weakref
 from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.checkpoint_files import commit_file
+from cpsr.benchmarks.harness.checkpoint_files import commit_file, edit_commit
+from cpsr.checkpoint import saved
 from cpsr.checkpoint.catalogue import Retention, remove_unlisted, scan
-from cpsr.checkpoint.manifest import COMMIT, SLABS, step_name
+from cpsr.checkpoint.manifest import COMMIT, SLABS, Manifest, step_name
 from cpsr.checkpoint.store import CheckpointStore
+from cpsr.checkpoint.verify import read_manifest
 from tests.checkpoint.conftest import refuse_asking, save
 
 
@@ -116,3 +120,47 @@ def test_what_was_set_aside_and_cannot_be_read_now_counts_nevertheless(
     store.retain(Retention())
     assert set(slabs) < set((store.directory / SLABS).iterdir())
     assert caplog.text.count("no slab is removed") == 1
+
+
+def test_a_commit_record_is_read_again_once_its_file_is_another(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every commit lists all checkpoints: what it knows of an old one is as good as its record, until that changes."""
+    old, read = time.time() - 60, list[str]()
+
+    def noted(directory: Path) -> Manifest:
+        read.append(directory.name)
+        return read_manifest(directory)
+
+    for iteration in (10, 20):
+        save(store, iteration)
+        os.utime(commit_file(store.directory / step_name(iteration)), (old, old))
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + 60)  # nothing can change the time of a change
+    scan(store.directory)
+    monkeypatch.setattr(saved, "read_manifest", noted)
+    first = scan(store.directory).checkpoints
+    assert [(info.iteration, info.full, info.listing.sequence) for info in first] == [(10, True, 1), (20, True, 2)]
+    assert read == []
+    assert first[1].manifest.listing == first[1].listing
+    read.clear()
+    edit_commit(first[0].directory, lambda manifest: manifest.update(weights_only=True))
+    assert [info.full for info in scan(store.directory).checkpoints] == [False, True]
+    assert read == [first[0].directory.name]
+
+
+def test_a_young_commit_record_is_read_each_time(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one tick of the file system's clock, a file of the same size may be another."""
+    save(store, 10)
+    scan(store.directory)
+    read = list[Path]()
+
+    def noted(directory: Path) -> Manifest:
+        read.append(directory)
+        return read_manifest(directory)
+
+    monkeypatch.setattr(saved, "read_manifest", noted)
+    found = commit_file(store.directory / step_name(10)).stat()
+    monkeypatch.setattr(time, "time", lambda: found.st_ctime + 0.5)
+    scan(store.directory)
+    assert read == [store.directory / step_name(10)]

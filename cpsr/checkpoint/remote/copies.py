@@ -268,7 +268,8 @@ def put_in_place(place: Place, folder: str, store: CheckpointStore) -> int:
     """
     manifest = read_copy(place, folder)
     directory = _fetched_to(store, manifest.iteration)
-    for path in [path for path in directory.iterdir() if path.name not in manifest.parts]:
+    own = set(manifest.parts)
+    for path in [path for path in directory.iterdir() if path.name not in own]:
         remove_entry(path)
     for rank in manifest.ranks:
         read_rank_manifest(directory, manifest, rank)
