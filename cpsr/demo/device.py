@@ -97,7 +97,8 @@ def join_ranks(init_method: str = "env://") -> None:
     import torch
 
     # Without this, DeepSpeed compiles a shared-memory collective for 70 s, and leaves its memory behind when killed.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # The dictionary is replaced: reading it would first look for each operator, and run a C compiler.
+    deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = deepspeed.accelerator.get_accelerator().device_name() == CUDA
     gpus = torch.cuda.device_count() if on_gpu else 0

@@ -1,7 +1,7 @@
 """A small byte-level GPT under ZeRO-1, and text that every machine has: Python's own standard library."""
 
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,10 +117,19 @@ def read_corpus() -> tuple[torch.Tensor, torch.Tensor]:
         FileNotFoundError: this Python has no readable standard library sources.
     """
     root = Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
-    if not files:
+    if not any(root.glob("*.py")):
         raise FileNotFoundError(f"no Python sources under {root}: the demo trains on the standard library's source")
-    return split_files(files)
+    return split_files(_sources(root))
+
+
+def _sources(directory: Path) -> Iterator[Path]:
+    """Python sources below a directory, in the order of their paths, without installed packages."""
+    for path in sorted(directory.iterdir()):
+        if path.is_dir():
+            if path.name != "site-packages":
+                yield from _sources(path)
+        elif path.suffix == ".py":
+            yield path
 
 
 def split_files(files: Iterable[Path]) -> tuple[torch.Tensor, torch.Tensor]:

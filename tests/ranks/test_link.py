@@ -51,6 +51,35 @@ def test_a_traceback_is_shown_once_by_all_ranks_and_starts(monkeypatch: pytest.M
     assert "Traceback" in child(code, tmp_path).stderr
 
 
+ENDING = """
+import atexit, cpsr, gc, pathlib, sys
+class Log:
+    def __init__(self, path):
+        self.file, self.bound = pathlib.Path(path).open("w"), self.write  # a cycle
+    def write(self, line):
+        self.file.write(line)
+log = Log({path!r})
+log.write("step 1 ")
+atexit.register(log.write, "exit")
+if {fails}:
+    raise ValueError
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_that_ends_by_an_error_has_written_its_files(tmp_path: Path, fails: bool) -> None:
+    ended = child(ENDING.format(path=str(tmp_path / "log"), fails=fails), tmp_path)
+    assert ended.returncode == fails
+    assert (tmp_path / "log").read_text() == "step 1 exit"
+
+
+def test_the_others_do_not_wait_until_a_failed_process_has_searched_for_garbage(tmp_path: Path) -> None:
+    code = "import gc; gc.callbacks.append(lambda *_: print(len(gc.get_objects())))\nimport cpsr"
+    counted = [int(line) for line in child(f"{code}\nraise ValueError", tmp_path).stdout.split()]
+    assert counted
+    assert counted[-1] < 100
+
+
 @pytest.mark.parametrize(
     ("raised", "error", "passing"),
     [
