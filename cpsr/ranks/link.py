@@ -238,7 +238,7 @@ def _spare_last_collections(failed: threading.Event) -> None:
     if not failed.is_set():
         return
     for one in gc.get_objects():
-        if isinstance(one, _WRITTEN):
+        if issubclass(type(one), _WRITTEN):  # `isinstance` asks proxies for their class, which warns or runs code
             with suppress(OSError, ValueError):  # no space, a pipe without reader; closed
                 one.flush()
     gc.freeze()
