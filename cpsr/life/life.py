@@ -20,8 +20,10 @@ from cpsr.life.step_boundary import Boundary
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan
+from cpsr.ranks.agreement import Agreement, Intervals
 from cpsr.ranks.emergency_dump import undisturbed
 from cpsr.ranks.group import Ballot, Votes
+from cpsr.ranks.proposals import Act, Proposal
 from cpsr.restart.restore import Restorer
 from cpsr.restart.restored_state import Restored
 
@@ -62,13 +64,14 @@ class Life:
     planner: "JobPlanner"
     saver: Saver
     leaving: Leaving
+    agreement: Agreement
     votes: Votes
     rehearsed: Rehearsed | None
 
     def __init__(self, loop: Loop, config: CPSRConfig) -> None:
         self.loop = loop
         self.ending, self.stop = Ending(), StopRequest()
-        self._proposed: Plan | None = None  # not agreed upon yet
+        self._proposed: Plan | None = None  # the newest that this rank has proposed
         self._disowned = False
         with ExitStack() as opened:
             open_life(self, config, opened)
@@ -162,7 +165,7 @@ class Life:
             return
         self._save_if_due(iteration)
         self.probation.measure_if_due(iteration)
-        if self._vote(iteration):
+        if self._agree(iteration):
             self.leaving.leave_together(self.steps.median_seconds)
 
     def before_external_load(self) -> None:
@@ -230,32 +233,38 @@ class Life:
         peak = self.loop.state.peak_learning_rate
         self.planner.consider(self.steps.situation(iteration, peak, self.saver.plan))
 
-    def _vote(self, iteration: int) -> bool:
-        """Propose what all ranks are to do, and carry out what they agreed on at the step before, without waiting.
-
-        Returns:
-            Whether all ranks leave after this iteration.
-        """
+    def _agree(self, iteration: int) -> bool:
+        """Carry out what all ranks do at the end of this step; returns whether they leave."""
         if (failure := self.planner.failure()) is not None:
             self.job.journal.event("planning ended", failure, level=logging.ERROR)
-        proposal = self.planner.proposal() if self._proposed is None else None
-        self._proposed = self._proposed or proposal
         turns = self.saver.memory.turns
-        interval = 0 if proposal is None else proposal.interval_iterations
-        memory_interval = 0 if proposal is None else proposal.memory_interval_iterations or 0
-        agreed = self.votes.exchange(Ballot(self.stop.made, interval, memory_interval, *turns.ballot()))
-        turns.read(iteration, agreed.blocked, agreed.busy, agreed.missing)
-        if agreed.interval_iterations:
-            # Rank 0's proposal, as far as this rank needs it.
-            plan = self._proposed or Plan(
-                agreed.interval_iterations,
-                self.job.config.planner.policy,
-                {"rule": "planned by rank 0, whose journal explains it"},
-                memory_interval_iterations=agreed.memory_interval_iterations or None,
-            )
-            self.saver.adopt(plan, iteration)
-            self._proposed = None
-        return agreed.stop or (self.rehearsed is not None and self.rehearsed.after_step(iteration))
+        flags = self.votes.exchange(Ballot(*turns.ballot()))
+        turns.read(iteration, flags.blocked, flags.busy, flags.missing)
+        leaves = self.rehearsed is not None and self.rehearsed.after_step(iteration)
+        for agreed in self.agreement.end_step():
+            if agreed.act == Act.PLAN:
+                self.saver.adopt(self._plan_of(agreed), iteration)
+            leaves = leaves or agreed.act == Act.LEAVE
+        return leaves
+
+    def propose_plan(self) -> Intervals | None:
+        """New intervals for all ranks, once; on any thread of rank 0."""
+        plan = self.planner.proposal()
+        if plan is None:
+            return None
+        self._proposed = plan
+        return plan.interval_iterations, plan.memory_interval_iterations or 0
+
+    def _plan_of(self, agreed: Proposal) -> Plan:
+        """Rank 0's plan, as far as this rank needs it."""
+        if self._proposed is not None:
+            return self._proposed
+        return Plan(
+            agreed.first,
+            self.job.config.planner.policy,
+            {"rule": "planned by rank 0, whose journal explains it"},
+            memory_interval_iterations=agreed.second or None,
+        )
 
     # Rewinding
 
@@ -383,7 +392,7 @@ class Life:
         try:
             self.loop.tail.finish(ended=True)  # may leave, after a SIGTERM in the last step
             self.votes.finish()
-            self.job.group.barrier()  # all ranks are done; a dead rank raises here and not in the last save
+            self.job.group.end(self.job.adapter.iteration)  # a dead rank raises here and not in the last save
         except BaseException as failure:
             if not self.leaving.left:
                 self.boundary.abandon(failure)

@@ -42,6 +42,7 @@ from cpsr.life.step_boundary import Boundary
 from cpsr.life.unsaved_objects import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
+from cpsr.ranks.agreement import Agreement
 from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import newer_life, newest_claim
 from cpsr.ranks.link import Opened, report
@@ -130,7 +131,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
         exact=exact,
     )
     opened.callback(life.saver.close, ending)
-    _start_training(life, store)
+    _start_training(life, store, opened)
 
     # The engine.
     life.boundary.prepare()
@@ -189,7 +190,7 @@ def _restore(life: "Life", store: CheckpointStore) -> None:
         life.planner.load_state_dict(restored.scalars.planning, replicates=bool(memory.links))
 
 
-def _start_training(life: "Life", store: CheckpointStore) -> None:
+def _start_training(life: "Life", store: CheckpointStore, opened: ExitStack) -> None:
     """Start what learns and plans beside the loop, and follow the loop."""
     job, loop = life.job, life.loop
     loop.learning.start(job, store)
@@ -199,6 +200,8 @@ def _start_training(life: "Life", store: CheckpointStore) -> None:
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
     life.steps.followers.append(life.probation.on_steps)
+    life.agreement = Agreement(job.group, lambda: life.stop.made, life.propose_plan)
+    opened.callback(life.agreement.close)
     life.votes, asked = job.group.votes(), rehearsed()
     life.rehearsed = None if asked is None else Rehearsed(asked, job)
     life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)

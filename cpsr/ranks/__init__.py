@@ -1,1 +1,1 @@
-"""Communication between ranks: side group, votes, heartbeats, signals, and how each of them ended."""
+"""Communication between ranks: side group, agreement, heartbeats, signals, and how each of them ended."""

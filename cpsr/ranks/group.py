@@ -173,6 +173,12 @@ class Attendance:
         self._iteration: int | None = None  # that this rank trains; None: all others may be at any
         self._missed: dict[int, tuple[Mark, float]] = {}  # ranks without a next batch, and since when they are missed
 
+    @property
+    def ended(self) -> Literal["no", "batches", "loop"]:
+        """Whether this rank has left its loop; on any thread."""
+        own = self._own
+        return "no" if own is None else "batches" if own.how == "batches" else "loop"
+
     def train(self, iteration: int) -> None:
         """This rank trains, or has trained, this iteration: the others take part in its collectives."""
         self._iteration = iteration
@@ -201,7 +207,7 @@ class Attendance:
         self._missed = {rank: seen for rank, seen in self._missed.items() if marks.get(rank) == seen[0]}
         for rank, mark in marks.items():
             if self._waits_in_vain(rank, mark):
-                raise self._error(rank, mark)
+                raise self.error(self._rank, self._iteration, rank, mark)
 
     def _waits_in_vain(self, rank: int, mark: Mark) -> bool:
         if mark.how == "error":
@@ -215,11 +221,13 @@ class Attendance:
         _, since = self._missed.setdefault(rank, (mark, time.monotonic()))
         return mark.how == "block" or time.monotonic() - since > NEXT_PASS_SECONDS
 
-    def _error(self, rank: int, mark: Mark) -> UnevenRanksError:
+    @staticmethod
+    def error(own: int, iteration: int | None, rank: int, mark: Mark) -> UnevenRanksError:
+        """What rank `own`, at an iteration, says of another one that it would wait for."""
         if mark.how == "error":
-            return UnevenRanksError(f"{mark.clause(rank)}, and rank {self._rank} would wait for it without end")
+            return UnevenRanksError(f"{mark.clause(rank)}, and rank {own} would wait for it without end")
         return UnevenRanksError(
-            f"{mark.clause(rank)}, and rank {self._rank} is at iteration {self._iteration}. A checkpoint needs the "
+            f"{mark.clause(rank)}, and rank {own} is at iteration {iteration}. A checkpoint needs the "
             "state of all ranks after the same iteration, so CPSR cannot follow ranks that take different numbers of "
             "steps, also inside torch's Join. The run is as it was last saved. Give all ranks the same number of "
             "batches: DistributedSampler does, drop_last=True of the loader may be needed, too; or let all ranks leave "
@@ -337,6 +345,22 @@ class Group:
             self._broken = True  # destroying it would wait for that rank
             raise
 
+    def end(self, iteration: int) -> None:
+        """Wait until the loop of every rank has ended.
+
+        Args:
+            iteration: the last one of this rank.
+
+        Raises:
+            UnevenRanksError: another rank has ended after another iteration.
+        """
+        self.barrier()
+        if self.attendance is not None:
+            self.attendance.require_all()
+        others = {rank: last for rank, last in enumerate(self.gather(iteration)) if last != iteration}
+        for rank, last in others.items():  # its mark did not arrive
+            raise Attendance.error(self.rank, iteration, rank, Mark(last, "block"))
+
     def all(self, agreed: bool) -> bool:
         """Whether `agreed` is true on every rank."""
         return bool(self.reduce(torch.tensor([int(agreed)], device="cpu"), "min").item())
@@ -385,46 +409,38 @@ class Group:
 
 @dataclass(frozen=True)
 class Ballot:
-    """What one rank proposes at a step boundary, or all have agreed on; the largest value of each wins.
+    """What one rank says of its snapshots at a step boundary, or any of them.
 
     Attributes:
-        stop: a rank was asked to leave.
-        interval_iterations: proposed interval; 0 proposes nothing.
-        memory_interval_iterations: proposed with the interval; 0: no snapshots in memory. One rank proposes.
         blocked: a rank cannot take a snapshot in memory now.
         busy: a rank is sending a replica.
         missing: the newest replica of a rank has not arrived, and perhaps never will.
     """
 
-    stop: bool = False
-    interval_iterations: int = 0
-    memory_interval_iterations: int = 0
     blocked: bool = False
     busy: bool = False
     missing: bool = False
 
 
 class Votes:
-    """A vote without waiting: proposals at one step boundary are agreed at the next.
+    """A vote without waiting: what ranks say at one step boundary all know at the next, and take the same snapshots.
 
-    The reduction of 48 bytes runs beside the following step. Every rank gets the same result at the same step, so
-    that all leave together, change the intervals together, and take the same snapshots.
+    The reduction of 24 bytes runs beside the following step.
     """
 
     def __init__(self, group: SideGroup | None, wait: Callable[[dist.Work], None]) -> None:
         self._group = group
         self._wait = wait
-        self._ballot = torch.zeros(6, dtype=torch.int64, device="cpu")
+        self._ballot = torch.zeros(3, dtype=torch.int64, device="cpu")
         self._work: dist.Work | None = None
 
     def exchange(self, ballot: Ballot) -> Ballot:
-        """Submit this rank's proposals; returns what was agreed from the previous call."""
+        """Submit this rank's flags; returns those of all ranks from the previous call."""
         if self._group is None:
             return ballot
         if self._work is not None:
             self._wait(self._work)
-        stop, interval, memory_interval, *flags = self._ballot.tolist()
-        agreed = Ballot(bool(stop), interval, memory_interval, *map(bool, flags))
+        agreed = Ballot(*map(bool, self._ballot.tolist()))
         self._ballot.copy_(torch.tensor(astuple(ballot), dtype=torch.int64, device="cpu"))
         self._work = self._group.all_reduce(self._ballot, dist.ReduceOp.MAX)
         return agreed

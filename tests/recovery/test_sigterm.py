@@ -16,20 +16,23 @@ AT = 13
 
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 
-# fault, the loader's -> where all leave: the vote that is cast at one check is counted at the next.
-CASES: dict[str, tuple[str, dict[str, Any], int]] = {
-    "rank 1": (f"sigterm:1:{AT}", {}, 15),
-    "twice": (f"sigterm-twice:all:{AT}", {}, 15),
-    "both ranks and their workers": (f"sigterm-group:all:{AT}", WORKERS, 15),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {  # fault, the loader's
+    "rank 1": (f"sigterm:1:{AT}", {}),
+    "twice": (f"sigterm-twice:all:{AT}", {}),
+    "both ranks and their workers": (f"sigterm-group:all:{AT}", WORKERS),
 }
+STEPS_AFTER = 6  # within so many all leave: those of some milliseconds that pass until every rank has accepted
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_all_leave_together_and_nothing_is_lost(job: Job, uninterrupted: Uninterrupted, case: str) -> None:
-    fault, loading, left_at = CASES[case]
+    fault, loading = CASES[case]
     left = job.launch(fault=fault, loading=loading)
     assert left.statuses == [128 + 15] * RANKS, left.output
-    assert json.loads((job.run_dir / "ended.json").read_text()) == {"ending": "sigterm", "iteration": left_at}
+    ended = json.loads((job.run_dir / "ended.json").read_text())
+    assert ended["ending"] == "sigterm"
+    left_at = ended["iteration"]
+    assert AT < left_at <= AT + STEPS_AFTER
     progress = read_progress(job.run_dir, RANKS)
     assert progress is not None
     assert {max(published) for published in progress.ranks.values()} == {left_at}

@@ -113,7 +113,7 @@ def in_the_steps_to_compare(life: Life) -> str:
                     raise
             with left.open("a") as file:
                 file.write(f"step {recovery.iteration}\n")
-            if recovery.iteration == CUT_AT + (2 if life.ranks == 1 else 3) and life.rank == life.ranks - 1 and life.at:
+            if recovery.life.leaving.left and life.rank == life.ranks - 1:
                 if life.options["event"] == "error":
                     raise ValueError("in a step to compare")
                 if life.options["event"] == "break":

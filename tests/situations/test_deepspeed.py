@@ -113,5 +113,6 @@ def test_sigterm_of_one_stage(more: dict[str, Any], tmp_path: Path) -> None:
     with JournalReader(tmp_path / "cut" / "run" / "journal.db") as reader:
         events = {one.kind: (one.iteration, one.message) for one in reader.events()}
     left = events["sigterm"][0]
-    assert left in (CUT_AT + 1, CUT_AT + 2)
+    assert left is not None
+    assert CUT_AT < left <= CUT_AT + 6
     assert events["checked"] == (left + 2, "exact, checked over 2 repeated steps")

@@ -1,0 +1,184 @@
+"""All ranks do what changes their work at the end of the same step, without a collective; see `proposals`."""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from cpsr.errors import UnevenRanksError
+from cpsr.ranks.board import Exchange
+from cpsr.ranks.group import ATTENDANCE_SECONDS, Group
+from cpsr.ranks.proposals import NEVER, Act, Coordinator, Ended, Member, Proposal, State
+
+__all__ = ["Agreement"]
+
+logger = logging.getLogger(__name__)
+
+THREAD_NAME = "cpsr-agreement"
+IDLE_SECONDS = 0.1  # between two looks
+BUSY_SECONDS = 5e-3  # while something is agreed on; for every 16 machines, whose words rank 0 reads
+MACHINES_PER_LOOK = 16
+NEWS_SECONDS = 1.0  # after news, before looks are rare again
+# Long, since the others would also wait for the rank in their next collective. A rank that is gone is noticed before.
+VERDICT_SECONDS = 600.0
+CLOSE_SECONDS = 10.0  # the thread ends at once, unless the store hangs
+PACE_SECONDS = 0.5  # between two counts of steps
+PACES = 10
+
+Intervals = tuple[int, int]  # in iterations, between checkpoints and between snapshots in memory; 0: none of these
+
+
+class Agreement:
+    """One rank's part in what all ranks agree on. A rank alone agrees with itself at once.
+
+    `end_step` belongs to the training thread. A thread of its own answers proposals, whatever the training thread does.
+    Opening it is a collective.
+
+    Args:
+        group: all ranks.
+        stops: whether this rank was asked to leave.
+        plan: new intervals, once; None: as they are. Rank 0 asks, on either thread.
+    """
+
+    def __init__(self, group: Group, stops: Callable[[], bool], plan: Callable[[], Intervals | None]) -> None:
+        self._group, self._stops, self._plan = group, stops, plan
+        self._member = Member()
+        self._attendance = group.attendance
+        self._looked_at = 0.0
+        self._intervals: Intervals | None = None  # not agreed on yet (rank 0)
+        self._heard = threading.Condition()
+        self._closing = threading.Event()
+        self._exchange: Exchange | None = None
+        self._thread: threading.Thread | None = None
+        if group.size == 1:
+            self._member.attention_at = 0
+            return
+        self._exchange = Exchange(group)
+        self._coordinator = Coordinator() if group.rank == 0 else None
+        self._counts: deque[tuple[float, int]] = deque(maxlen=PACES)
+        self._news_at = 0.0
+        self._thread = threading.Thread(target=self._run, args=(self._exchange,), name=THREAD_NAME, daemon=True)
+        self._thread.start()
+
+    @property
+    def machines(self) -> int:
+        """Over how many the ranks are spread: within one they share memory."""
+        return 1 if self._exchange is None else self._exchange.machines
+
+    # The training thread
+
+    def end_step(self) -> Sequence[Proposal]:
+        """A step has ended; returns what all ranks do now.
+
+        Raises:
+            UnevenRanksError: a rank takes part in no further step, or rank 0 does not say what was decided.
+        """
+        member = self._member
+        member.steps += 1
+        return () if member.steps < member.attention_at else self._due()
+
+    def _due(self) -> Sequence[Proposal]:
+        if self._exchange is None:
+            return self._alone()
+        if self._member.uneven:
+            self._require_all()
+        until = time.monotonic() + VERDICT_SECONDS
+        while True:
+            with self._heard:
+                due = self._member.due()
+                if due is None:
+                    self._heard.wait(ATTENDANCE_SECONDS)
+                    due = self._member.due()
+            if due is not None:
+                return due
+            self._require_all()
+            if time.monotonic() > until:
+                raise UnevenRanksError(
+                    f"rank 0 has not said for {VERDICT_SECONDS:g} s whether all ranks do at this step what it "
+                    f"proposed, and rank {self._group.rank} does not do it alone. The run is as it was last saved. "
+                    "Rank 0 is stopped, or the network to it is interrupted: start the job again"
+                )
+
+    def _require_all(self) -> None:
+        """Check, at most once in `ATTENDANCE_SECONDS`, whether the others take part in further steps."""
+        now = time.monotonic()
+        if self._attendance is not None and now - self._looked_at > ATTENDANCE_SECONDS:
+            self._looked_at = now
+            self._attendance.require_all()
+
+    def _alone(self) -> Sequence[Proposal]:
+        due = []
+        if (plan := self._plan()) is not None:
+            due.append(Proposal(act=Act.PLAN, first=plan[0], second=plan[1]))
+        if self._stops():
+            due.append(Proposal(act=Act.LEAVE))
+        return due
+
+    def close(self) -> None:
+        """Answer nothing more; all ranks have left their loops, or this one leaves a broken group."""
+        self._closing.set()
+        if self._thread is None or self._exchange is None:
+            return
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            logger.warning("the thread of the ranks' agreement did not end within %g s; it is abandoned", CLOSE_SECONDS)
+            return
+        self._exchange.close()
+
+    # Its own thread
+
+    def _run(self, exchange: Exchange) -> None:
+        try:
+            busy_seconds = BUSY_SECONDS * max(1, exchange.machines // MACHINES_PER_LOOK)
+            while not self._closing.wait(busy_seconds if self._is_busy() else IDLE_SECONDS):
+                self._look(exchange)
+        except Exception:
+            logger.exception("rank %d agrees on nothing more: SIGTERM and new plans have no effect", self._group.rank)
+
+    def _is_busy(self) -> bool:
+        asks = self._stops() and self._member.attention_at == NEVER
+        return asks or time.monotonic() < self._news_at + NEWS_SECONDS
+
+    def _look(self, exchange: Exchange) -> None:
+        """Hear, answer, report; on rank 0 also propose."""
+        member = self._member
+        if self._attendance is not None:
+            member.ended = Ended[self._attendance.ended.upper()]
+        exchange.relay()
+        self._hear(exchange.hear())
+        exchange.report(member.report(stop=self._stops()))
+        if self._coordinator is not None and self._coordinate(exchange, self._coordinator):
+            self._hear(self._coordinator.newest)
+            exchange.report(member.report(stop=self._stops()))
+
+    def _hear(self, proposal: Proposal | None) -> None:
+        if proposal is None:
+            return
+        with self._heard:
+            if self._member.hear(proposal):
+                self._news_at = time.monotonic()
+                self._heard.notify_all()
+
+    def _coordinate(self, exchange: Exchange, coordinator: Coordinator) -> bool:
+        """Whether rank 0 says something new."""
+        report, now, before = exchange.collect(), time.monotonic(), coordinator.newest
+        if not self._counts or now - self._counts[-1][0] > PACE_SECONDS:
+            self._counts.append((now, self._member.steps))
+        if report is None:
+            return False
+        if coordinator.look(report, now):
+            since, steps = self._counts[0]
+            pace = (self._member.steps - steps) / max(now - since, PACE_SECONDS)
+            if report.stop:
+                coordinator.propose(Act.LEAVE, report, now, pace)
+            elif self._member.carries_nothing:
+                self._intervals = self._intervals or self._plan()
+                if self._intervals is not None:
+                    coordinator.propose(Act.PLAN, report, now, pace, *self._intervals)
+        if coordinator.newest.state == State.DECIDED and coordinator.newest.act == Act.PLAN:
+            self._intervals = None
+        if coordinator.newest == before:
+            return False
+        exchange.propose(coordinator.newest)
+        return True

@@ -1,0 +1,178 @@
+"""Carries the words of an agreement between ranks: over memory that a machine's ranks share, and torch's store between.
+
+On each machine one rank, the leader, has a board of a few bytes for each rank, which the others map. It has no name and
+goes with the last process that maps it, however that ends. A rank that cannot map it (a container with processes of its
+own) counts as a machine. Each leader tells rank 0 what its machine says, and writes on its board what rank 0 says.
+"""
+
+import logging
+import mmap
+import os
+from dataclasses import replace
+from datetime import timedelta
+
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+from cpsr.ranks.group import Group, group_name, this_node
+from cpsr.ranks.proposals import Proposal, Report, merged
+
+__all__ = ["Exchange"]
+
+logger = logging.getLogger(__name__)
+
+SLOT_BYTES = 128  # of rank 0's words, then of each rank's
+TOKEN_BYTES = 16  # behind the slots, by which a board is told from another file
+STORE_SECONDS = 5.0  # for an answer
+_HEAD, _HEAD_BYTES, _REPORT_BYTES = "proposal", len(Proposal().to_bytes()), len(Report().to_bytes())
+
+
+class Board:
+    """One machine's board; see `Exchange`.
+
+    Args:
+        memory: as `create` or `open_at` has mapped it.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory = memory
+
+    @staticmethod
+    def create(slots: int, token: bytes) -> "tuple[Board, int]":
+        """A new board, and its descriptor in this process; -1 where no other process can map it."""
+        size = slots * SLOT_BYTES + TOKEN_BYTES
+        descriptor = os.memfd_create("cpsr-board") if hasattr(os, "memfd_create") else -1
+        if descriptor >= 0:
+            os.ftruncate(descriptor, size)
+        memory = mmap.mmap(descriptor, size)
+        memory[-TOKEN_BYTES:] = token
+        return Board(memory), descriptor
+
+    @staticmethod
+    def open_at(process: int, descriptor: int, slots: int, token: bytes) -> "Board | None":
+        """The board of another process; None where that cannot be mapped, or is another file."""
+        try:
+            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                memory = mmap.mmap(opened, slots * SLOT_BYTES + TOKEN_BYTES)
+            finally:
+                os.close(opened)
+        except (OSError, ValueError) as error:
+            logger.debug("process %d has no board for this one: %s", process, error)
+            return None
+        return Board(memory) if memory[-TOKEN_BYTES:] == token else None
+
+    def write(self, slot: int, data: bytes) -> None:
+        """Write a slot, which has one writer."""
+        self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + len(data)] = data
+
+    def read(self, slot: int, size: int) -> bytes:
+        """The first bytes of a slot, possibly torn."""
+        return self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + size]
+
+    def close(self) -> None:
+        """Unmap it."""
+        self._memory.close()
+
+
+class Exchange:
+    """One rank's ways to hear rank 0 and to report to it; opening it is a collective.
+
+    Everything but opening belongs to one thread. A message that is late or lost is no error: the next one says as much.
+
+    Args:
+        group: of all ranks.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._rank, slots = group.rank, group.size + 1
+        self._board, leader = self._open_board(group, slots)
+        self._store = PrefixStore(f"{group_name()}/", _get_default_store())
+        self._store = getattr(self._store, "clone", lambda: self._store)()  # others may wait in theirs
+        self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._told: Report | None = None
+        self.report(Report())
+        if leader == self._rank:
+            self._board.write(0, Proposal().to_bytes())
+            self._store.set(str(leader), Report().to_bytes())  # type: ignore[arg-type]  # it takes bytes as well
+        if self._rank == 0:
+            self._store.set(_HEAD, Proposal().to_bytes())  # type: ignore[arg-type]
+        leaders = group.gather(leader)  # from here on all boards are open, and all words are there
+        self._ranks = [rank for rank, its in enumerate(leaders) if its == leader]
+        self._leads = leader == self._rank
+        self._others = [str(rank) for rank in sorted(set(leaders)) if rank != 0]
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def _open_board(self, group: Group, slots: int) -> tuple[Board, int]:
+        token = os.urandom(TOKEN_BYTES)
+        own, self._descriptor = Board.create(slots, token)
+        offers = group.gather([this_node(), os.getpid(), self._descriptor, token.hex()])
+        leader = next(rank for rank, offer in enumerate(offers) if offer[0] == this_node())
+        if leader == group.rank:
+            return own, leader
+        _, process, descriptor, of_leader = offers[leader]
+        board = Board.open_at(process, descriptor, slots, bytes.fromhex(of_leader))
+        if board is None:
+            return own, group.rank
+        own.close()
+        return board, leader
+
+    @property
+    def machines(self) -> int:
+        """How many boards there are."""
+        return len(self._others) + 1
+
+    def report(self, report: Report) -> None:
+        """Say what this rank says."""
+        self._board.write(1 + self._rank, report.to_bytes())
+
+    def hear(self) -> Proposal | None:
+        """The newest words of rank 0 that have arrived; None: look again."""
+        return Proposal.of_bytes(self._board.read(0, _HEAD_BYTES))
+
+    def relay(self) -> None:
+        """Exchange words between this machine and rank 0, where this rank is the leader of another one."""
+        if not self._leads or self._rank == 0:
+            return
+        machine = self._machine()
+        try:
+            # The count alone is no news: a rank that refuses because of it says so.
+            if machine is not None and (self._told is None or replace(machine, steps=self._told.steps) != self._told):
+                self._store.set(str(self._rank), machine.to_bytes())  # type: ignore[arg-type]
+                self._told = machine
+            data = self._store.get(_HEAD)
+        except RuntimeError as error:  # its host is gone, or late
+            logger.debug("rank 0 is not heard: %s", error)
+            return
+        if Proposal.of_bytes(data) is not None:
+            self._board.write(0, data)
+
+    def collect(self) -> Report | None:
+        """What all ranks have said, as far as it has arrived; None: look again (rank 0)."""
+        machine = self._machine()
+        if machine is None or not self._others:
+            return machine
+        try:
+            found = [Report.of_bytes(data) for data in self._store.multi_get(self._others)]
+        except RuntimeError as error:
+            logger.debug("other machines are not heard: %s", error)
+            return None
+        return merged([machine, *(one for one in found if one is not None)]) if None not in found else None
+
+    def propose(self, proposal: Proposal) -> None:
+        """Say this to all ranks (rank 0)."""
+        data = proposal.to_bytes()
+        if self._others:
+            try:
+                self._store.set(_HEAD, data)  # type: ignore[arg-type]
+            except RuntimeError as error:
+                logger.debug("other machines do not hear: %s", error)
+        self._board.write(0, data)
+
+    def _machine(self) -> Report | None:
+        found = [Report.of_bytes(self._board.read(1 + rank, _REPORT_BYTES)) for rank in self._ranks]
+        return merged(one for one in found if one is not None) if None not in found else None
+
+    def close(self) -> None:
+        """Hear and say no more; what others have to hear from this rank stays on the board."""
+        self._board.close()
