@@ -4,6 +4,7 @@ import ctypes
 import itertools
 import json
 import logging
+import operator
 import os
 import socket
 import threading
@@ -378,25 +379,29 @@ class Group:
         if self._group is None:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""
-        size = self.reduce(torch.tensor([len(data)], device="cpu"), "max")
-        content = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
-        content.numpy()[: len(data)] = bytearray(data)
-        self._wait(self._group.broadcast(content))
-        return json.loads(bytes(content.numpy()))
+        size, content = _unpacked(self.reduce(_packed(data), "max"))  # of zeros on the other ranks
+        if len(content) < size:
+            rest = _padded(data, size)
+            self._wait(self._group.broadcast(rest))
+            content = bytes(rest.numpy())
+        return json.loads(content)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""
         if self._group is None:
             return [value]
         data = json.dumps(value).encode()
-        sizes = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        sizes[self.rank] = len(data)
-        self.reduce(sizes)
-        padded = torch.zeros(int(sizes.max()), dtype=torch.uint8, device="cpu")
-        padded.numpy()[: len(data)] = bytearray(data)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._wait(self._group.all_gather(parts, padded))
-        return [json.loads(bytes(part[:size].numpy())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+        sizes, contents = zip(*map(_unpacked, self._gathered(_packed(data))), strict=True)
+        if any(map(operator.lt, map(len, contents), sizes)):
+            parts = self._gathered(_padded(data, max(sizes)))
+            contents = tuple(bytes(part[:size].numpy()) for part, size in zip(parts, sizes, strict=True))
+        return [json.loads(content) for content in contents]
+
+    def _gathered(self, values: torch.Tensor) -> list[torch.Tensor]:
+        assert self._group is not None
+        parts = [torch.empty_like(values) for _ in range(self.size)]
+        self._wait(self._group.all_gather(parts, values))
+        return parts
 
     def gather_present(self, value: Any) -> list[Any]:
         """As `gather`, without the ranks whose value is None."""
@@ -405,6 +410,27 @@ class Group:
     def votes(self) -> "Votes":
         """A running vote of the ranks; see `Votes`."""
         return Votes(self._group, self._wait)
+
+
+# A value that fits here takes one collective, and a larger one two: a restart asks the others some fifty times.
+PACKED_BYTES = 512
+SIZE_BYTES = 8  # of it, for the size of the value
+
+
+def _packed(data: bytes) -> torch.Tensor:
+    """Size and beginning of some data in a uint8 tensor of `PACKED_BYTES`."""
+    return _padded((len(data).to_bytes(SIZE_BYTES, "little") + data)[:PACKED_BYTES], PACKED_BYTES)
+
+
+def _unpacked(packed: torch.Tensor) -> tuple[int, bytes]:
+    """The size of some data, and its beginning."""
+    content = packed.numpy().tobytes()
+    size = int.from_bytes(content[:SIZE_BYTES], "little")
+    return size, content[SIZE_BYTES : SIZE_BYTES + size]
+
+
+def _padded(data: bytes, size: int) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ BOUND = """
     torch.set_default_device("meta")
 """
 
-SCRIPT = textwrap.dedent(
+SIZES = [*range(495, 510), 3000]  # around the size that takes a second collective
+SCRIPT = f"SIZES = {SIZES}\n" + textwrap.dedent(
     """
     import json, os, sys, types
     from dataclasses import astuple
@@ -36,6 +37,8 @@ SCRIPT = textwrap.dedent(
     found |= {
         "gather": group.gather({"rank": rank, "text": "x" * 10 * rank}),
         "broadcast": group.broadcast(["from", rank]),
+        "long": [group.gather("x" * size * (rank == one)) for size in SIZES for one in (0, 1)],
+        "long from 0": [group.broadcast("y" * size) for size in SIZES],
         "all": [group.all(True), group.all(rank == 0)],
         "sum": group.sum(0.5 + rank),
         "max": group.reduce(torch.tensor([rank, -rank], device="cpu"), "max").tolist(),
@@ -69,6 +72,8 @@ def test_two_ranks(tmp_path: Path, bound: bool) -> None:
     assert first.get("refused", []) == []
     assert first["gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "x" * 10}]
     assert first["broadcast"] == ["from", 0]
+    assert first["long"] == [["x" * size * (rank == one) for rank in (0, 1)] for size in SIZES for one in (0, 1)]
+    assert first["long from 0"] == ["y" * size for size in SIZES]
     assert first["all"] == [True, False]
     assert first["sum"] == 2.0
     assert first["max"] == [1, 0]
