@@ -98,6 +98,19 @@ def durable(
 
 
 @bench.command()
+def scale(
+    json_path: JsonPath = None,
+    workdir: Workdir = None,
+    ranks: Annotated[str, typer.Option(help="Numbers of simulated ranks, comma-separated.")] = "256,1024,4096",
+    processes: Annotated[str, typer.Option(help="Numbers of real ones, comma-separated.")] = "2,4,8,16,32",
+) -> None:
+    """What grows with the number of ranks: commits, restarts, heartbeats and events through files, and groups."""
+    from cpsr.benchmarks.scale.run import main as run_scale
+
+    run_scale(json_path, workdir, *(sorted(map(int, numbers.split(","))) for numbers in (ranks, processes)))
+
+
+@bench.command()
 def replay(
     json_path: JsonPath = None,
     parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",

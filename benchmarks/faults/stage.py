@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.faults.oracle import Verdict, restart
-from cpsr.benchmarks.faults.tracing import Call, Tracer, read_calls
+from cpsr.benchmarks.faults.tracing import CHANGING, READING, Call, Tracer, read_calls
 from cpsr.errors import CPSRError
 
 __all__ = ["POLL_SECONDS", "Gate", "Stage", "fork", "wait_for"]
@@ -170,7 +170,8 @@ class Stage:
         child = fork(lambda: work(self.run_dir, gate))
         try:
             gate.await_arrival()
-            tracer = Tracer(child, self._directory / "log", injections, reading=reading)
+            names = (*CHANGING, *READING) if reading else CHANGING
+            tracer = Tracer(child, self._directory / "log", injections, names)
             gate.release()
             status = wait_for(child)
             gate.end()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpsr.errors import CPSRError
 
-__all__ = ["READING", "Call", "Tracer", "read_calls", "require_strace", "why_no_strace"]
+__all__ = ["CHANGING", "READING", "Call", "Tracer", "read_calls", "require_strace", "why_no_strace"]
 
 CHANGING = (
     *("openat", "open", "creat", "write", "pwrite64", "writev", "pwritev", "ftruncate", "truncate", "fallocate"),
@@ -93,16 +93,18 @@ class Tracer:
         process: its id.
         log: where the calls are recorded.
         injections: as strace's `inject` takes them: `fsync:error=EIO:when=3`.
-        reading: record calls that read, too.
+        names: of the calls that are recorded.
 
     Raises:
         CPSRError: strace is absent, or was not permitted to attach.
     """
 
-    def __init__(self, process: int, log: Path, injections: Sequence[str] = (), *, reading: bool = False) -> None:
-        names = ",".join(f"?{name}" for name in (CHANGING + READING if reading else CHANGING))
+    def __init__(
+        self, process: int, log: Path, injections: Sequence[str] = (), names: Sequence[str] = CHANGING
+    ) -> None:
+        traced = ",".join(f"?{name}" for name in names)
         options = [option for one in injections for option in ("-e", f"inject={one}")]
-        command = ["strace", "-f", "-y", "-s", "0", "-o", str(log), "-e", f"trace={names}", "-e", "signal=none"]
+        command = ["strace", "-f", "-y", "-s", "0", "-o", str(log), "-e", f"trace={traced}", "-e", "signal=none"]
         self._strace = subprocess.Popen(
             [*command, *options, "-p", str(process)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
         )
@@ -113,6 +115,11 @@ class Tracer:
             self._strace.stderr.close()
             self._strace.wait(ATTACH_SECONDS)
             raise CPSRError(f"strace cannot trace a process here, so nothing can be injected: {line}{rest}")
+
+    def detach(self) -> None:
+        """Trace no further; the process goes on."""
+        self._strace.terminate()
+        self.end()
 
     def end(self) -> None:
         """Wait for it after its process ended."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from cpsr.checkpoint.files import names_in, remove_entry, sync_directory, write_bytes
+from cpsr.checkpoint.files import names_in, remove_entry, sync_directory, temporary_name, write_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     SLABS,
@@ -127,10 +127,10 @@ class Attempt:
         Raises:
             OSError: the file system refused.
         """
-        name = rank_manifest_name(rank, self.save)
-        for path in [self.directory / name, *self.directory.glob(f".{name}.*")]:
+        manifest = self.directory / rank_manifest_name(rank, self.save)
+        for path in (manifest, temporary_name(manifest)):
             path.unlink(missing_ok=True)
-        for kind in get_args(Kind):  # a directory of many slabs is not listed at each save
+        for kind in get_args(Kind):  # no directory with files of all ranks is listed at each save
             slab_path(self.directory, slab_name(rank, kind, self.save)).unlink(missing_ok=True)
 
     def refuse_ended(self, rank: int, cause: Exception | None = None) -> None:

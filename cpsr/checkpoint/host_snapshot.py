@@ -5,6 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from cpsr.checkpoint.manifest import OperatorRecord
 from cpsr.state.shard import Shard
 
@@ -79,6 +81,7 @@ class Snapshot:
         iteration: iteration at which it was taken.
         shard: views into one host buffer; empty until `SnapshotPool.finish` returned.
         scalars: plain data, a copy of its own; None until `SnapshotPool.finish` returned.
+        encoded: the scalars as `cpsr.state.codec.encode` gives them; None where they have to be encoded.
         stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
             that a GPU had still to compute.
         copy_seconds: how long the asynchronous copy itself took.
@@ -97,6 +100,7 @@ class Snapshot:
     iteration: int
     shard: Shard
     scalars: Any = None
+    encoded: tuple[Any, dict[str, torch.Tensor]] | None = None
     stall_seconds: float = 0.0
     copy_seconds: float = 0.0
     overlap_seconds: float = 0.0

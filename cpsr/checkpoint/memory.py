@@ -41,7 +41,7 @@ from cpsr.checkpoint.memory_states import (
 )
 from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.tensor_file import LENGTH_BYTES, PlacedTensor, header_of, image_of, members_of
-from cpsr.state.codec import encode
+from cpsr.state.codec import SCALARS, encode
 from cpsr.state.shard import Shard
 
 __all__ = ["MemoryFile", "SharedMemory"]
@@ -154,7 +154,7 @@ class MemoryFile:
             OSError: shared memory is full; likewise.
         """
         self.unseal()
-        tree, tensors = encode(scalars) if encoded is None else encoded
+        tree, tensors = encoded or encode(scalars, prefix=SCALARS)
         if held is None:
             held = Held(self._whole, self.bytes)
             held.fill(held.parts.names, iteration)

@@ -32,11 +32,11 @@ from cpsr.checkpoint.manifest import (
     slab_path,
 )
 from cpsr.checkpoint.replicated import state_hash
-from cpsr.checkpoint.saved import SCALARS, operator_record, tensor_record
+from cpsr.checkpoint.saved import operator_record, tensor_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.tensor_file import in_memory_order
 from cpsr.errors import SaveError
-from cpsr.state.codec import encode
+from cpsr.state.codec import SCALARS, encode
 from cpsr.state.shard import Shard
 
 __all__ = ["RankPartWriter"]
@@ -79,7 +79,6 @@ class RankPartWriter:
             SupersededError: a newer life has begun.
             OSError: the file system refused.
         """
-        attempt.refuse_ended(self._rank)
         directory, save = attempt.directory, attempt.save
         make_directory(slab_path(directory, ""))
         if snapshot.sealed is not None:
@@ -87,7 +86,8 @@ class RankPartWriter:
         if outside is None and frozen is not None:
             outside = frozen.write(attempt, snapshot.scalars)
         outside = outside or FrozenPart(snapshot.scalars)
-        data, scalar_tensors = encode(outside.scalars, prefix=SCALARS)
+        known = snapshot.encoded if outside.scalars is snapshot.scalars else None
+        data, scalar_tensors = known or encode(outside.scalars, prefix=SCALARS)
         files, operators = self._carry(snapshot.contents, attempt)
         operators |= self._of_others(snapshot, attempt)
         files |= outside.files

@@ -29,12 +29,10 @@ from cpsr.checkpoint.manifest import (
 from cpsr.checkpoint.ranges import SlabFile, WantedRange
 from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError
-from cpsr.state.codec import decode
+from cpsr.state.codec import SCALARS, decode
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["SCALARS", "FileSlab", "SavedCheckpoint", "operator_record", "piece_of", "places_of", "tensor_record"]
-
-SCALARS = "scalars"  # the names of the small state's tensors begin with it
+__all__ = ["FileSlab", "SavedCheckpoint", "operator_record", "piece_of", "places_of", "tensor_record"]
 
 RECORDS_AT_ONCE = 8  # manifests of thousands of operators take megabytes
 OTHER_FILES = 512  # that the process may have open

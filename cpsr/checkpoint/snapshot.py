@@ -188,6 +188,7 @@ class SnapshotPool:
         self._running = None
         try:
             snapshot.scalars = self.engine.finish(running)
+            snapshot.encoded = running.encoded
         except Exception as error:
             self._unseal(snapshot)
             self._give_up(snapshot)

@@ -271,6 +271,8 @@ class Journal:
             except OSError as error:
                 self._log_once("event files", f"events of another rank cannot be read now: {error}")
                 continue
+            if place == places.get(path.name):
+                continue
             connection.executemany(INSERT_EVENT, rows)
             connection.execute("INSERT OR REPLACE INTO event_files VALUES (?, ?)", (path.name, place))
 

@@ -14,6 +14,7 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import Deadline, DeviceNumber, DeviceValues
 
 __all__ = [
+    "SCALARS",
     "SmallState",
     "decode",
     "encode",
@@ -23,6 +24,7 @@ __all__ = [
     "same_bits",
 ]
 
+SCALARS = "scalars"  # the names of a small state's tensors begin with it, in memory and in files
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
 # JSON's own types. Sequences of only these are copied whole: Python's random state alone has 625 integers, and the
 # training thread waits for this.
@@ -240,7 +242,7 @@ class SmallState:
 
     def __init__(self, tree: Any) -> None:
         self._later = DeviceValues()
-        self._data, self._tensors = encode(tree, later=self._later)
+        self._data, self._tensors = encode(tree, prefix=SCALARS, later=self._later)
         self._later.send()
 
     @property

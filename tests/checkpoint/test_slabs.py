@@ -68,7 +68,7 @@ def test_a_snapshot(kind: str, run_id: str) -> None:
     (state,) = Arena(run_id).list()
     index, tensors = opened(state.path)
     assert_same(held(state.path), make_shard(3))
-    assert torch.equal(load(tensors["small/tensors"].numpy().tobytes())["tree.rng"], torch.arange(5))
+    assert torch.equal(load(tensors["small/tensors"].numpy().tobytes())["scalars.rng"], torch.arange(5))
     assert json.loads(tensors["small"].numpy().tobytes()).keys() == SMALL.keys()
     told = {name: index[name] for name in ("run", "rank", "life", "branch", "kind", "iteration")}
     assert told == {"run": run_id, "rank": "3", "life": "2", "branch": "0", "kind": kind, "iteration": "7"}

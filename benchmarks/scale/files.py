@@ -1,0 +1,161 @@
+"""What each thing costs that ranks do through files, with so many simulated ranks: time, and calls on files."""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cpsr.benchmarks.harness.ranks import run_ranks
+from cpsr.benchmarks.scale.calls import calls_of, holding_locks
+from cpsr.benchmarks.scale.simulated import LIFE, RANKS_PER_MACHINE, SimulatedRun, snapshot_of
+from cpsr.checkpoint.tiers import Entry, decide
+from cpsr.config import RanksConfig
+from cpsr.journal import EventFile, EventRow, Journal
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.liveness import Liveness
+
+__all__ = ["Cost", "file_costs"]
+
+CHECKPOINTS = 25  # by then retention has thinned, and deletes, with the usual settings
+ROUNDS = 5
+FLUSH_SECONDS = 600.0
+# Snapshots in each rank's memory, and a dump of all ranks but those of one machine.
+IN_MEMORY, DUMPED = (500, 510, 515), 517
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one thing costs.
+
+    Attributes:
+        seconds: on rank 0, or the rank that does it; median.
+        calls: of rank 0 on files of the run; None without strace, or where it makes none.
+        calls_of_others: of each other rank.
+    """
+
+    seconds: float
+    calls: int | None = None
+    calls_of_others: int | None = None
+
+
+def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[str, Cost]:
+    """Costs by what is done, in a directory that is empty.
+
+    Args:
+        directory: for the run of the simulated ranks.
+        ranks: their number.
+        step: called after each checkpoint.
+    """
+    run = SimulatedRun(directory / "run", ranks)
+    count = partial(calls_of, below=run.run_dir, log=directory / "log")
+    found = _checkpoints(run, count, step)
+    found["restart: newest checkpoint loaded"] = _restart(directory, run)
+    found["restart: states in memory chosen"] = _choice(ranks)
+    found["clean-up at the start of a life"] = Cost(_seconds(run.store.prepare), count(run.store.prepare))
+    found |= _heartbeats(run, count)
+    found |= _events(directory / "journal", ranks)
+    return found
+
+
+def _checkpoints(run: SimulatedRun, count: Callable[..., int | None], step: Callable[[], None]) -> dict[str, Cost]:
+    commits, retentions = [], []
+    for _ in range(CHECKPOINTS):
+        commits.append(_seconds(run.commit))
+        retentions.append(_seconds(run.retain))
+        run.save_next()
+        step()
+
+    def write() -> None:
+        run.store_of(1).write(snapshot_of(1, run.ranks, run.iteration + 1))
+
+    def commit_and_retain() -> None:
+        run.commit()
+        run.retain()
+
+    both = count(commit_and_retain)
+    run.save_next()
+    alone = count(run.commit)
+    retained = None if both is None or alone is None else both - alone
+    run.retain()
+    return {
+        "save: one rank's part": Cost(_seconds(write), None, count(write)),
+        "save: rank 0 commits": Cost(statistics.median(commits[-ROUNDS:]), alone),
+        "save: rank 0 removes what is old": Cost(statistics.median(retentions[-ROUNDS:]), retained),
+    }
+
+
+def _restart(directory: Path, run: SimulatedRun) -> Cost:
+    place = directory / "restart"
+    place.mkdir()
+    first, other = run_ranks("scale.restart_job", place, 2, simulated_dir=str(run.run_dir), simulated_ranks=run.ranks)
+    return Cost(max(first["seconds"], other["seconds"]), first["calls"], other["calls"])
+
+
+def _choice(ranks: int) -> Cost:
+    nodes = [f"machine-{rank // RANKS_PER_MACHINE}" for rank in range(ranks)]
+    entries = [Entry(rank, at, "snapshot", nodes[rank], f"{rank}-{at}") for rank in range(ranks) for at in IN_MEMORY]
+    dumped = range(max(0, ranks - RANKS_PER_MACHINE))
+    entries += [Entry(rank, DUMPED, "departure", nodes[rank], f"{rank}-{DUMPED}") for rank in dumped]
+    return Cost(_seconds(lambda: decide(nodes, entries, IN_MEMORY[0], DUMPED, alike=range(ranks))))
+
+
+def _heartbeats(run: SimulatedRun, count: Callable[..., int | None]) -> dict[str, Cost]:
+    beats = itertools.count(2)
+
+    def beat() -> None:
+        at = next(beats)
+        for rank in range(run.ranks):
+            HeartbeatFiles(run.run_dir, LIFE).write(rank, Heartbeat(at, at, 0, Phase.TRAINING))
+
+    def check(rank: int) -> Callable[[], object]:
+        watch = Liveness(run.run_dir, LIFE, rank, run.ranks, RanksConfig(), print, lambda *_: None)
+        watch.check(0.0)  # sees the locks, once
+        return lambda: watch.check(0.0)
+
+    with ExitStack() as held:
+        held.enter_context(holding_locks(run.run_dir, run.ranks))
+        first, other = check(0), check(1)
+        samples = []
+        for _ in range(ROUNDS):
+            beat()
+            samples.append(_seconds(first))
+        beat()
+        return {"each second: heartbeats": Cost(statistics.median(samples), count(first), count(other))}
+
+
+def _events(directory: Path, ranks: int) -> dict[str, Cost]:
+    files = [EventFile(directory / "events" / f"rank-{rank:05d}.jsonl") for rank in range(1, ranks)]
+    journal = Journal.open(directory / "journal.db")
+    journal.start_life("auto", ranks=ranks)
+
+    def gather() -> None:
+        journal.import_events(directory / "events")
+        journal.flush(FLUSH_SECONDS)
+
+    def record() -> None:
+        for rank, file in enumerate(files, start=1):
+            file.record(EventRow(life=0, rank=rank, kind="saved late", message="a rank's disk was slow", iteration=20))
+
+    record()
+    new = [_seconds(gather)]
+    for _ in range(ROUNDS):
+        record()
+        new.append(_seconds(gather))
+    none = [_seconds(gather) for _ in range(ROUNDS)]
+    journal.close()
+    for file in files:
+        file.close()
+    return {
+        "each checkpoint: an event of each rank": Cost(statistics.median(new)),
+        "each checkpoint: no event of any": Cost(statistics.median(none)),
+    }
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
