@@ -13,7 +13,7 @@ from cpsr.errors import NotResumableError
 from cpsr.hints.placement import Pace
 from cpsr.hints.source import FunctionSource
 from cpsr.hints.values import Arguments, Encoder, is_stateful, restored
-from cpsr.state.small_state import capture_host_rng, restore_host_rng
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 
 __all__ = ["Call"]
 

@@ -23,9 +23,9 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from cpsr.engines import EngineAdapter, TorchAdapter, adapt
 from cpsr.errors import UnsupportedEngineError
 from cpsr.recovery import CPSRRecovery
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_passes import GlobalBatches
-from cpsr.state.small_state import capture_host_rng, restore_host_rng
 
 __all__ = ["Passes", "engine_of", "order_of_the_pass", "resume"]
 

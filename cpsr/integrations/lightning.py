@@ -27,10 +27,10 @@ from cpsr.integrations.lightning_state import TrainerCheckpoint
 from cpsr.life.events import EventCallback
 from cpsr.recovery import CPSRRecovery
 from cpsr.state.codec import same
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_generators import order_generators
 from cpsr.state.loader_kinds import length_of
-from cpsr.state.small_state import capture_host_rng, restore_host_rng
 from cpsr.state.user_objects import Stateful
 
 __all__ = ["CPSRCallback"]

@@ -25,11 +25,12 @@ from cpsr.restart.restore import Restored
 from cpsr.state import codec
 from cpsr.state.data_recognition import difference_of_data, recognisable
 from cpsr.state.frozen_parameters import FrozenWeights
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 from cpsr.state.loader import LoaderHooks, ResumableLoader
 from cpsr.state.loader_kinds import is_repeating
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
-from cpsr.state.small_state import DataPosition, Scalars, capture_host_rng, restore_host_rng
+from cpsr.state.small_state import DataPosition, Scalars
 from cpsr.state.user_objects import Stateful, stateful
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 from cpsr.state.loader_generators import (
     data_generators,
     named_together,
@@ -45,7 +46,7 @@ from cpsr.state.loader_passes import (
 )
 from cpsr.state.loader_state import LoaderState, has_more
 from cpsr.state.loader_workers import InTurn, WithState, prepared_workers
-from cpsr.state.small_state import DataPosition, capture_host_rng, restore_host_rng
+from cpsr.state.small_state import DataPosition
 from cpsr.state.user_objects import Stateful
 
 __all__ = ["LoaderHooks", "ResumableLoader"]

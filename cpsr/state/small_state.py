@@ -1,35 +1,21 @@
 """The small exact state of a run: random states, data position, schedule, counters, and registered objects."""
 
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy
 import torch
+
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 
 __all__ = [
     "DataPosition",
     "Scalars",
-    "capture_host_rng",
     "capture_rng",
-    "restore_host_rng",
     "restore_rng",
 ]
 
 _LEARNED = ("probes", "learned", "planning")  # of no use to an exact restart
-
-
-def capture_host_rng() -> dict[str, Any]:
-    """Random states of Python, NumPy's global generator and torch on the CPU, as plain data."""
-    return {"python": random.getstate(), "numpy": numpy.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def restore_host_rng(state: dict[str, Any]) -> None:
-    """Restore what `capture_host_rng` returned."""
-    random.setstate(state["python"])
-    numpy.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
 
 
 def capture_rng(device: torch.device | None = None) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import torch
 
 from cpsr.elastic.resharded_load import random_states_of
 from cpsr.state.codec import same
-from cpsr.state.small_state import capture_rng, restore_host_rng
+from cpsr.state.host_random import restore_host_rng
+from cpsr.state.small_state import capture_rng
 
 
 def states(seed: int) -> dict[str, Any]:
