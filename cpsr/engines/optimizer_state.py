@@ -441,6 +441,9 @@ def second_moment_decay(optimizers: Sequence[torch.optim.Optimizer]) -> float:
 
 def learning_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
     """Mean learning rate over the parameter groups that have one; 0 where none has."""
-    found = [group.get("lr") for one in optimizers for group in one.param_groups]
-    rates = [float(rate) for rate in found if rate is not None]
+    rates = []
+    for one in optimizers:
+        for group in one.param_groups:
+            if (rate := group.get("lr")) is not None:
+                rates.append(float(rate))
     return rates[0] if len(rates) == 1 else math.fsum(rates) / max(1, len(rates))

@@ -42,6 +42,8 @@ class TorchLoop:
         gives_loss: whether the last training forward returned a loss.
     """
 
+    _observer: StepObserver  # while hooks are installed
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -53,7 +55,6 @@ class TorchLoop:
         self._parts = [*optimizers, *([] if scaler is None else [scaler]), *schedulers]
         self._step_hooks: list[StepHooks] = []
         self._hooks = Hooks()
-        self._observer: StepObserver | None = None
         self.iteration = 0
         self.gives_loss = False
         self.forget_step()
@@ -86,13 +87,10 @@ class TorchLoop:
 
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing. A step that is not complete by then is not reported."""
-        self._hooks.remove()
-        self._observer = None
+        if self._hooks.installed:
+            self._hooks.remove()
+            del self._observer
         self.forget_step()
-
-    def _watching(self) -> StepObserver:
-        assert self._observer is not None  # hooks are installed only while there is one
-        return self._observer
 
     def forget_step(self) -> None:
         """Drop what was seen of the step in progress."""
@@ -108,16 +106,16 @@ class TorchLoop:
             return
         if module.training and torch.is_grad_enabled():
             self.require_complete()
-            self._watching().on_forward(args, kwargs)
+            self._observer.on_forward(args, kwargs)
         else:
-            self._watching().on_other_forward()
+            self._observer.on_other_forward()
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled() and not captures():
             loss = loss_of(output)
             self.gives_loss = loss is not None
             if loss is not None:
-                self._watching().on_loss(loss.detach())
+                self._observer.on_loss(loss.detach())
 
     def require_complete(self) -> None:
         """Check that the loop is between two steps.
@@ -138,29 +136,29 @@ class TorchLoop:
 
     def _begin(self, part: Any) -> None:
         """The loop calls an optimizer, the scaler's update or a schedule: each once in a step."""
-        if (self._update_begun and not self._called) or any(part is other for other in self._called):
+        if self._update_begun and (not self._called or any(part is other for other in self._called)):
             self.require_complete()
 
     def _end(self, part: Any) -> None:
         """That call has returned; with the last one the step is complete."""
         self._called.append(part)
-        if not self._missing():
+        if len(self._called) == len(self._parts):  # `_begin` refuses a second call of one
             self._complete_step()
 
     def _begin_update(self) -> None:
         if not self._update_begun:
             self._update_begun = True
-            self._watching().before_update()
+            self._observer.before_update()
 
     def _change_state(self) -> None:
         if not self._changes:
             self._changes = True
-            self._watching().state_changes()
+            self._observer.state_changes()
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if captures():
             raise UnsupportedEngineError(f"{type(optimizer).__name__}.step() is being captured. {CAPTURED}")
-        if any(argument is not None for argument in (*args[1:], *kwargs.values())):
+        if (kwargs or len(args) > 1) and any(argument is not None for argument in (*args[1:], *kwargs.values())):
             raise UnsupportedEngineError(
                 f"{type(optimizer).__name__}.step was called with a closure, which may run the module many times in "
                 "one step; call it without"
@@ -214,4 +212,4 @@ class TorchLoop:
         self.forget_step()
         self.iteration += 1
         # Last, and nothing after it: the observer may roll the whole state back, or leave the process.
-        self._watching().after_step(self.iteration, applied)
+        self._observer.after_step(self.iteration, applied)

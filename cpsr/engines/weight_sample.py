@@ -80,17 +80,23 @@ class WeightSample:
         self._renew()
         return SampledBytes(b"".join(self._buffers), self._counts)
 
-    def send(self, loss: torch.Tensor | None) -> SentSample:
-        """Enqueue a copy of the elements and the loss on the current stream; returns at once."""
-        self._renew()
+    def send(self, loss: torch.Tensor | None, *, weights: bool = True) -> SentSample:
+        """Enqueue a copy of the elements and the loss on the current stream; returns at once.
+
+        Args:
+            loss: of the step; None: there is none.
+            weights: whether the elements are copied; one of the two is.
+        """
+        if weights:
+            self._renew()
         with torch.no_grad():
-            parts = [torch.cat(views) for views in self._by_dtype]
+            parts = [torch.cat(views) for views in self._by_dtype] if weights else []
             if loss is not None:
                 parts.append(loss.float().reshape(1))
             packed = torch.cat([part.view(torch.uint8) for part in parts])
             host = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             host.copy_(packed, non_blocking=True)
-        return SentSample(host, self._counts, loss is not None)
+        return SentSample(host, self._counts if weights else (0, 0, 0, 0), loss is not None)
 
     def _renew(self) -> None:
         """Look where the weights lie now: a loop may give a parameter other memory, once or in every step."""

@@ -147,6 +147,9 @@ class Bubbles:
     def end_iteration(self) -> None:
         """A step is complete: places are counted from 0 again."""
         self._thread = threading.get_ident()
+        if not self._kinds:  # no wait yet, and only this thread adds one
+            self._iterations += 1
+            return
         with self._changed:
             self._iterations += 1
             self._iteration_forecast_seconds = 0.0

@@ -3,8 +3,7 @@
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cpsr.job import Job
 from cpsr.state.loader import ResumableLoader
@@ -28,8 +27,7 @@ OTHER_THREAD = (
 )
 
 
-@dataclass(frozen=True)
-class Draw:
+class Draw(NamedTuple):
     """One batch that the loop has drawn.
 
     Attributes:
@@ -96,7 +94,7 @@ class Draws:
         self.repeats |= self.drawn > 0 and not self._draws and not self.untrained
         if len(self.counts) < LEARNED:
             self._learn()
-        else:
+        elif self._depth:
             surplus = self._draws - self._forwards - self._surplus
             self._ahead = min(max(self._ahead + surplus, 0), self._depth)
         if self.by_another_thread:
@@ -138,6 +136,11 @@ class DrawWarnings:
         self._job, self._draws = job, draws
         self._steps = 0
         self._said = False
+
+    @property
+    def learns(self) -> bool:
+        """Whether `after_step` is still to be called."""
+        return self._steps < LEARNED
 
     def after_step(self) -> None:
         """A step is complete."""

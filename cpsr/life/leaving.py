@@ -20,12 +20,18 @@ from cpsr.life.step_boundary import Boundary
 from cpsr.life.witnessing import Witnessing
 from cpsr.ranks.exits import Exit, note_exit
 
+try:  # `signal.getsignal` first looks whether the handler is one of an enum, which takes ten times as long
+    from _signal import getsignal as _handler_of  # type: ignore[import-not-found] # typeshed has no such module
+except ImportError:  # not CPython
+    _handler_of = signal.getsignal
+
 __all__ = ["Leave", "Leaving", "StopRequest"]
 
 logger = logging.getLogger(__name__)
 
 Script = Callable[[int, FrameType | None], Any] | int | None  # what `signal.getsignal` returns
 
+_SIGTERM = int(signal.SIGTERM)
 THREAD_NAME = "cpsr-leaving"
 SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 # The second one shows what the loop does after a step.
@@ -77,9 +83,9 @@ class StopRequest:
         """Come before a handler that the script has installed since the last look; costs less than a microsecond."""
         if self._handler is None:
             return
-        current = signal.getsignal(signal.SIGTERM)
-        if current is self._handler:
+        if _handler_of(_SIGTERM) is self._handler:
             return
+        current = signal.getsignal(signal.SIGTERM)
         if isinstance(current, _Handler) and current.request is self:  # the script has put back an earlier one
             self._handler = current
         elif current is signal.SIG_IGN:

@@ -26,6 +26,7 @@ from cpsr.state.losses import LossRecorder, Step
 __all__ = ["Loop", "LoopTail", "Steps"]
 
 TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
+FAILURES_ITERATIONS = 20  # between two looks at whether the learning thread has failed
 UNKNOWN_ITERATIONS = 20  # without a loss, before that is reported
 
 
@@ -91,9 +92,14 @@ class LoopTail:
         self._shows_end, self._asked = self._asked, False
 
     @property
+    def waits(self) -> bool:
+        """Whether anything is deferred, as the save of a state is."""
+        return bool(self._waiting)
+
+    @property
     def saves(self) -> bool:
         """Whether the state is to be saved as soon as it has a position in the data."""
-        return any(one.saves for one in self._waiting)
+        return bool(self._waiting) and any(one.saves for one in self._waiting)
 
     @property
     def between_steps(self) -> bool:
@@ -125,6 +131,8 @@ class LoopTail:
         Args:
             ended: no further step follows.
         """
+        if not self._waiting and self.ended is ended:
+            return
         self.ended = ended
         waiting, self._waiting = self._waiting, []
         while waiting:
@@ -187,6 +195,7 @@ class Loop:
 
     def begin_life(self, job: Job) -> None:
         """A life begins."""
+        self._followed: int | None = None  # the newest checkpoint that the learner knows
         self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline is not None)
         self._warnings = DrawWarnings(job, self.state.draws)
 
@@ -200,13 +209,16 @@ class Loop:
         self.learning.bubbles.end_iteration()
         self.tail.after_step()
         self.state.end_step()
-        self._warnings.after_step()
+        if self._warnings.learns:
+            self._warnings.after_step()
         if step.applied:
             self.state.count_update(step.learning_rate)
 
     def follow(self, iteration: int, saved_iteration: int | None) -> None:
-        """Notify the learner and the user's callbacks of the newest checkpoint."""
-        self.learning.at_step(saved_iteration, self.state.history_start)
+        """A step is complete: tell the learner and the user's callbacks of the newest checkpoint."""
+        if saved_iteration != self._followed or iteration % FAILURES_ITERATIONS == 0:
+            self._followed = saved_iteration
+            self.learning.at_step(saved_iteration, self.state.history_start)
         self.events.at_step(iteration, saved_iteration)
 
     def at_checkpoint(self) -> None:
@@ -248,7 +260,8 @@ class Steps:
         seconds, self._ended = now - self._ended, now
         self._seconds.append(seconds)
         step = Step(iteration, self.learning_rate, seconds, applied)
-        self._forward(self._losses.end_iteration(step))
+        if arrived := self._losses.end_iteration(step):
+            self._forward(arrived)
         return step
 
     @property
@@ -266,7 +279,7 @@ class Steps:
 
     def _forward(self, steps: Sequence[Step]) -> None:
         if steps:
-            self._journal.record(*(StepRow(life=self._journal.life, **vars(step)) for step in steps))
+            self._journal.record(*(StepRow(life=self._journal.life, **step._asdict()) for step in steps))
             for follower in self.followers:
                 follower(steps)
             self._report_missing(steps)

@@ -62,6 +62,7 @@ class Boundary:
         config, rank = job.config, job.group.rank
         counter, steps = ProgressCounter(progress_path(config.run_dir, rank)), pool.steps
         # Alone, no step waits for another rank.
+        self._on_device = steps.events is not None
         self._publication = Publication(counter, steps.events, steps.updates if job.group.size > 1 else None)
         self.emergency_dump = EmergencyDump(
             self._dump,
@@ -98,12 +99,15 @@ class Boundary:
 
     def before_update(self) -> None:
         """The next update is about to be launched, while the device may not have completed this step."""
-        self._publication.before_update(self._state.left)
+        if self._on_device:
+            self._publication.before_update(self._state.left)
 
     def begin_update(self) -> None:
         """The optimizer begins: see `begin_change`."""
-        self.begin_change()
-        self._publication.begin_update()
+        self.changing = True
+        self.emergency_dump.begin_update()
+        if self._on_device:
+            self._publication.begin_update()
 
     def end_change(self, iteration: int) -> None:
         """The state is again that after `iteration`."""
@@ -113,7 +117,8 @@ class Boundary:
     def sign(self) -> None:
         """A forward, a loss or an update: training makes progress, and the device may have completed steps."""
         self.liveness.sign()
-        self._publication.poll()
+        if self._on_device:
+            self._publication.poll()
 
     def request(self) -> None:
         """The loop asks for a batch, for which it may wait long.
@@ -122,7 +127,8 @@ class Boundary:
             UnsupportedEngineError: inside a step, to which the batch would be counted; or weights changed over many
                 batches, of which none was followed by a step.
         """
-        self._publication.poll()
+        if self._on_device:
+            self._publication.poll()
         adapter = self._job.adapter
         if threading.get_ident() != self._thread or not isinstance(adapter, TorchAdapter):
             return

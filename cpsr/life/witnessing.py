@@ -32,6 +32,8 @@ __all__ = ["Witnessing", "likely_causes"]
 
 NONE_LEFT = "no witness of these steps is left"
 OTHERWISE = "the run came to these steps from another state, or with other hyperparameters"
+# After each saved state: a restart may repeat them, and the second shows what the loop does after a step.
+SAMPLED_STEPS = 2
 AUTOCAST_FORWARDS = 8  # of a life, that are looked at for an autocast
 PENDING = 8  # steps whose samples may still be on their way from a GPU
 _CHANGED = "the script or the data was changed"
@@ -83,6 +85,8 @@ class _Pending:
 class Witnessing:
     """Records a witness of every step, and compares a repeated step with its first execution.
 
+    Weights are sampled in saved states and the two steps after each: errors of a restart show there first.
+
     Its cost per step is on docs/witnesses.md. Each rank compares its own steps. Two executions
     are compared if the run had the same number of ranks and the same history of predicted and loaded states.
 
@@ -117,6 +121,7 @@ class Witnessing:
         self._epsilon, self._forwards = _epsilon_of(job), 0
         self._trajectory = 0
         self._last = 0  # newest step with a witness of its first execution
+        self._sampled_until = 0  # newest step whose weights are sampled in any case
         self._checked = 0
         self._rounded = 0  # first step that differed by rounding
         self._verdict: Difference | None = None
@@ -137,6 +142,7 @@ class Witnessing:
         self._checked = self._rounded = self._expected = 0
         self._verdict = None
         self._trajectory = self._of_state()
+        self._sampled_until = iteration + SAMPLED_STEPS
         if self._ring is None:
             return
         left = [one for one in self._ring if one.iteration > iteration]
@@ -186,8 +192,15 @@ class Witnessing:
         others = xxhash.xxh3_64_intdigest(repr(rates[RATES:]).encode()) if len(rates) > RATES else 0
         self._rates = tuple(rates[:RATES]), others
 
-    def after_step(self, iteration: int) -> None:
-        """One step is complete, its loss is closed, and the loop has changed nothing since."""
+    def after_step(self, iteration: int, *, saves: bool) -> None:
+        """One step is complete, its loss is closed, and the loop has changed nothing since.
+
+        Args:
+            iteration: of the step.
+            saves: whether its state is to be saved.
+        """
+        if saves:
+            self._sampled_until = max(self._sampled_until, iteration + SAMPLED_STEPS)
         computes = self._replays()
         if self._ring is None or computes is False:
             return
@@ -196,10 +209,11 @@ class Witnessing:
         if position.batch == position.batches_per_epoch:
             position = position.advanced(0)
         sent, weights, seen = None, _NO_SAMPLE, None
-        if self._on_device:
-            sent = self._sample.send(loss)
-        else:
-            weights = self._sample.read()
+        samples = iteration <= self._sampled_until or iteration <= self._last
+        if self._on_device and (samples or loss is not None):
+            sent = self._sample.send(loss, weights=samples)
+        elif not self._on_device:
+            weights = self._sample.read() if samples else _NO_SAMPLE
             seen = None if loss is None or loss.is_cuda else loss.item()
         place = position.epoch, position.batch, position.batches
         life, trajectory = self._job.journal.life, self._trajectory
@@ -223,7 +237,7 @@ class Witnessing:
 
     def last_step(self, iteration: int) -> None:
         """As `after_step`, at the end of a life; waits for the device."""
-        self.after_step(iteration)
+        self.after_step(iteration, saves=True)
         if self._pending and self._sample.device is not None:
             torch.cuda.synchronize(self._sample.device)
         while self._pending:

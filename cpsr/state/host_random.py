@@ -26,7 +26,7 @@ def _memory(one: Any) -> bytes:
     return ctypes.string_at(id(one) + _HEAD, type(one).__basicsize__ - _HEAD)
 
 
-def _python_memory(one: random.Random) -> object:
+def _python_memory(one: Any) -> object:
     return _memory(one), one.gauss_next
 
 
@@ -80,7 +80,8 @@ class _Kept(Generic[Generator]):
 def _kept_python() -> _Kept[random.Random]:
     other = random.Random(0)  # noqa: S311
     normal = lambda: other.gauss(0.0, 1.0)  # noqa: E731
-    return _Kept(random.getstate.__self__, random.getstate, _python_memory, (other, [other.random, normal, normal]))
+    shared: Any = random.getstate
+    return _Kept(shared.__self__, random.getstate, _python_memory, (other, [other.random, normal, normal]))
 
 
 def _kept_numpy() -> _Kept[numpy.random.RandomState]:

@@ -494,7 +494,7 @@ class ResumableLoader(Iterator[Any]):
 
     def data_states(self) -> dict[str, Any]:
         """States of the generators that the data set keeps, for the next batch; in worker processes they are others."""
-        return states_of(self._data_generators)
+        return states_of(self._data_generators) if self._data_generators else {}
 
     def name_generators_in_workers(self) -> None:
         """Warn of generators that each worker process has a copy of."""

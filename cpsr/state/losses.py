@@ -1,8 +1,7 @@
 """Training losses: kept on the device, averaged over the micro-batches of an iteration, read without a sync."""
 
 from collections import deque
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +19,7 @@ FLUSH_ITERATIONS = 20  # iterations per copy of their losses to the host, which 
 ARRIVAL_SECONDS = 10.0
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """One finished iteration.
 
     Attributes:
@@ -68,7 +66,8 @@ class LossRecorder:
     def begin_micro_batch(self) -> None:
         """A micro-batch begins: what the script logs from here on is of the open iteration."""
         if self._closed:
-            self._logged, self._closed = [], False
+            self._closed = False
+            self._logged.clear()
 
     def log(self, loss: torch.Tensor) -> None:
         """Add a loss that the script reports; of one iteration, these replace the losses that the engine reports.
@@ -91,9 +90,12 @@ class LossRecorder:
 
     def close_iteration(self) -> None:
         """The micro-batches so far are all of the iteration: `newest` is their mean."""
-        self.begin_micro_batch()
-        self._latest = _mean(self._logged or self._micro)
-        self._micro, self._closed = [], True
+        if self._closed:  # a step without a forward
+            self._logged.clear()
+        losses = self._logged or self._micro
+        self._latest = losses[0] if len(losses) == 1 else _mean(losses)
+        self._micro.clear()
+        self._closed = True
 
     @property
     def newest(self) -> torch.Tensor | None:
@@ -135,7 +137,7 @@ class LossRecorder:
         finished: list[Step] = []
         while self._copying and _is_here(self._copying[0][2], deadline):
             steps, _, copied = self._copying.popleft()
-            finished += [replace(step, loss=loss) for step, loss in zip(steps, copied.tree(), strict=True)]
+            finished += [step._replace(loss=loss) for step, loss in zip(steps, copied.tree(), strict=True)]
         self.recent.extend(step.loss for step in finished if step.loss is not None)
         return finished
 

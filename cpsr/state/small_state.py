@@ -91,8 +91,11 @@ class DataPosition:
 
     def _at(self, batches: int, epoch: int, batch: int) -> "DataPosition":
         """Another position with the same states; `dataclasses.replace` takes longer."""
-        kept = self.batches_per_epoch, self.states_epoch, self.states, self.loader, self.workers
-        return DataPosition(batches, epoch, batch, *kept, self.dealing, self.resized, seeded=self.seeded)
+        position = object.__new__(DataPosition)
+        position.__dict__.update(
+            self.__dict__, batches=batches, epoch=epoch, batch=batch, ahead=None, data=None, others=None
+        )
+        return position
 
     def to_tree(self) -> dict[str, Any]:
         """Plain data."""

@@ -102,6 +102,8 @@ def test_a_loop_that_comes_back_is_checked(tmp_path: Path) -> None:
     assert [one.iteration for one in seen] == list(range(1, 21))
     assert [one.life for one in seen] in [[0] * (first - 1) + [1] * (21 - first) for first in FIRST]
     assert all(one.loss is not None and one.batches == one.iteration for one in seen)
+    sampled = {one.iteration for one in read_witnesses(tmp_path / "alone" / "run", 0) if one.weights.content}
+    assert sampled == {1, 2, 5, 6, 7, 10, 11, 12, 15, 16, 17, 20}  # each saved state, and two steps after it
     assert run_status(tmp_path / "cut" / "run", as_json=True)
 
 

@@ -81,7 +81,10 @@ class CheckpointTarget:
 
     def reports(self) -> list[Report]:
         """Events since the last call, oldest first."""
-        return [self._reports.popleft() for _ in range(len(self._reports))]
+        told = []
+        while self._reports:
+            told.append(self._reports.popleft())
+        return told
 
     def _report(self, kind: str, message: str, iteration: int | None, level: int = logging.WARNING) -> None:
         """Report an event of all ranks, on rank 0."""
