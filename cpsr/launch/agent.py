@@ -18,6 +18,7 @@ from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.launch.compile_locks import extensions_directory, remove_stale_locks
+from cpsr.launch.warm import WarmRanks, forking
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
 from cpsr.ranks.link import EXPECTS_ERRORS, JOB, REFUSED_STATUS, SHUTDOWN, SHUTDOWN_SECONDS, Opened, Report, Uncaught
@@ -184,11 +185,13 @@ class _Agent(LocalElasticAgent):
 
     failures: Failures
     report: Report
+    warm: WarmRanks
     _asked_to_leave = False  # by a SIGTERM that arrived while ranks were being stopped
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         self.failures.look()
+        self.warm.look()
         if result.state is WorkerState.FAILED:
             exits = [
                 Exit.of_status(rank, failure.exitcode, float(failure.timestamp))
@@ -206,6 +209,7 @@ class _Agent(LocalElasticAgent):
         self.failures.require_ours()
         for lock in remove_stale_locks(extensions_directory()):
             self.failures.print_line(f"Removed {lock}, left by a process that was killed while it compiled an operator")
+        self.warm.begin_start()
         pids: dict[int, Any] = super()._start_workers(worker_group)
         self.failures.started({worker_group.workers[local].global_rank: pid for local, pid in pids.items()})
         return pids
@@ -233,13 +237,15 @@ class _Agent(LocalElasticAgent):
 
 
 @contextmanager
-def agent_that_recovers(failures: Failures, report: Report) -> Iterator[None]:
+def agent_that_recovers(failures: Failures, report: Report, warm: WarmRanks) -> Iterator[None]:
     """Within this context torchrun's launcher constructs our agent: it has no argument for that."""
     names = vars(api)
     before = names["LocalElasticAgent"]
-    names["LocalElasticAgent"] = type("RecoveringAgent", (_Agent,), {"failures": failures, "report": report})
+    parts = {"failures": failures, "report": report, "warm": warm}
+    names["LocalElasticAgent"] = type("RecoveringAgent", (_Agent,), parts)
     try:
-        yield
+        with forking(warm):
+            yield
     finally:
         names["LocalElasticAgent"] = before
 

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
 from cpsr.launch.agent import HOW_IT_ENDS, Failures, JobEndedError, agent_that_recovers
+from cpsr.launch.warm import WarmRanks
 from cpsr.ranks.link import LAUNCHER, SHUTDOWN, VERBOSE, Report
 
 __all__ = ["run_job"]
@@ -59,8 +60,9 @@ def run_job(arguments: Sequence[str]) -> int:
         path = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = f"{_RANK_START}{os.pathsep}{path}" if path else str(_RANK_START)
         report = Report(Path(directory))
+        warm = WarmRanks(report, _report, is_on=not (parsed.no_warm or parsed.no_python))
         try:
-            with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report):
+            with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report, warm):
                 torchrun.run(parsed)  # type: ignore[no-untyped-call]
         except JobEndedError as ended:
             _report(str(ended))
@@ -89,6 +91,7 @@ def _parser() -> ArgumentParser:
         f"configuration is not started again (exit status 78). Default of --max-restarts: {RESTARTS_MAX}."
     )
     parser.add_argument("--verbose", action="store_true", help="Show the agent's log and details of each recovery.")
+    parser.add_argument("--no-warm", action="store_true", help="Let the ranks import everything again at a restart.")
     # The default port differs among versions of torch: only a port that the user names is one that jobs may share.
     own_defaults = {"max_restarts": RESTARTS_MAX, "master_port": None}
     from_environment = {name for name in own_defaults if f"PET_{name.upper()}" in os.environ}  # torchrun looks there

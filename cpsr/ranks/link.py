@@ -9,6 +9,7 @@ import atexit
 import gc
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -32,6 +33,7 @@ from cpsr.errors import (
     UnsupportedEngineError,
 )
 from cpsr.ranks.exits import lost_another
+from cpsr.ranks.imports import Imported, imported
 
 __all__ = [
     "EXPECTS_ERRORS",
@@ -62,9 +64,12 @@ PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
 PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 _WRITTEN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 SHOWN = "shown-"  # begins the names of files that outlive a start
+IMPORTED = f"{SHOWN}imported"
 
 # Removed from the environment: a program that a rank starts, with a run of its own, must not report here.
 _directory = Path(os.environ.pop(LAUNCHER, ""))
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,11 @@ class Report:
     def open(self, opened: Opened) -> None:
         """Report that this process is a rank of that run."""
         self._write("opened", asdict(opened))
+        if os.environ.get("LOCAL_RANK") == "0" and not (self._directory / IMPORTED).exists():
+            try:
+                self._write(IMPORTED, asdict(imported()))
+            except Exception:  # of a foreign module that is inspected
+                logger.warning("what this rank has imported is not known: a restart imports it again", exc_info=True)
 
     def recovered(self, message: str) -> None:
         """Report how the run recovered, or what became of that, in one line (rank 0)."""
@@ -146,6 +156,15 @@ class Report:
         """The run of these ranks; None until one has opened it."""
         fields: Any = self._read("opened")
         return None if fields is None else Opened(**fields)
+
+    def imported(self) -> Imported | None:
+        """What the first rank of this machine had imported when it opened the run; None until then."""
+        fields: Any = self._read(IMPORTED)
+        return None if fields is None else Imported(**fields)
+
+    def forget_imported(self) -> None:
+        """Let the next ranks report their imports again."""
+        (self._directory / IMPORTED).unlink(missing_ok=True)
 
     def take_recovered(self) -> list[str]:
         """The lines on a recovery since the last call, in their order."""
