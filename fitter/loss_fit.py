@@ -1,8 +1,6 @@
 """The training-loss curve, fitted online: how fast the loss falls now, and how much single losses scatter."""
 
-import importlib
 import math
-import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,21 +20,10 @@ BINS_MAX = 256
 BAND_SHARE = 0.95  # of single losses
 # Huber's constant: 95% as efficient as least squares on Gaussian noise, and deaf to spikes.
 HUBER_EPSILON = 1.35
-HUBER_ITERATIONS = 1000
-# Points closer to a line than this, relative to it, have no scale of noise for Huber's estimator to find.
+HUBER_ITERATIONS_MAX = 1000
+HUBER_TOLERANCE = 1e-8  # of the scale of the noise: a line that moves by less has converged
+# Points closer to a line than this, relative to it, have no scale of noise.
 EXACT_FIT = 1e-9
-
-
-def _import_without_draws(name: str) -> None:
-    """Import a module that draws a random number when it is imported, and leave Python's generator as it was."""
-    before = random.getstate()
-    importlib.import_module(name)
-    random.setstate(before)
-
-
-# scikit-learn imports it at its own first use. In the planner's thread that would be in the middle of the training,
-# whose random states would differ from then on.
-_import_without_draws("rich.style")
 
 
 @dataclass(frozen=True)
@@ -104,21 +91,36 @@ def robust_line(places: Array, values: Array) -> tuple[float, float]:
         places: `(points,)`, about 1 in size.
         values: `(points,)`.
     """
-    # Imported by the planner's thread and not with this module: a restart does not wait for it.
-    from sklearn.linear_model import HuberRegressor
-
     slope, level = numpy.polyfit(places, values, 1)
-    deviations = numpy.abs(values - level - slope * places)
-    spread = float(deviations.max())
-    if spread <= EXACT_FIT * (1 + float(numpy.abs(values).max())):
-        return float(slope), float(level)
-    # Relative to the line of least squares, and in units of its deviations: the search then converges at any scale.
-    huber = HuberRegressor(epsilon=HUBER_EPSILON, alpha=0.0, max_iter=HUBER_ITERATIONS)
-    try:
-        huber.fit(places[:, None], (values - level - slope * places) / spread)
-    except ValueError:  # half of the points lie on a line, which leaves no scale of noise
-        return float(slope), float(level)
-    return float(slope + spread * huber.coef_[0]), float(level + spread * huber.intercept_)
+    exact = EXACT_FIT * (1 + float(numpy.abs(values).max()))
+    for _ in range(HUBER_ITERATIONS_MAX):
+        off = numpy.abs(values - level - slope * places)
+        scale = _huber_scale(off)
+        if scale <= exact:  # all points lie on the line, or so many that the others are spikes
+            break
+        before, weights = (slope, level), HUBER_EPSILON * scale / numpy.maximum(off, HUBER_EPSILON * scale)
+        slope, level = numpy.polyfit(places, values, 1, w=numpy.sqrt(weights))
+        if max(abs(slope - before[0]), abs(level - before[1])) <= HUBER_TOLERANCE * scale:
+            break
+    return float(slope), float(level)
+
+
+def _huber_scale(off: Array) -> float:
+    """The scale of the noise that minimises Huber's loss at these distances from a line; 0 if half of them are 0.
+
+    The loss of scale s is the sum over all distances of s + s h(distance / s), where h squares what is below epsilon
+    and continues along its tangent.
+
+    Source: P. J. Huber, Robust Statistics, 1981, section 7.7: a convex loss of line and scale together.
+    """
+    distances, count = numpy.sort(off), len(off)
+    # With the `near` smallest ones below epsilon, the derivative is zero at this square of s.
+    near = numpy.arange(1, count + 1)
+    divisors = count - (count - near) * HUBER_EPSILON**2
+    squares = numpy.cumsum(distances**2) / numpy.where(divisors > 0, divisors, numpy.nan)
+    limits = (HUBER_EPSILON * numpy.sqrt(squares), numpy.append(distances[1:], numpy.inf))
+    fits = numpy.flatnonzero((distances <= limits[0]) & (limits[0] <= limits[1]))
+    return float(math.sqrt(squares[fits[0]])) if fits.size else 0.0
 
 
 def _checked(iterations: ArrayLike, losses: ArrayLike) -> tuple[Array, Array]:

@@ -2,9 +2,7 @@
 
 # ruff: noqa: F401
 
-import scipy.optimize
-import sklearn.isotonic
-import sklearn.linear_model
+import scipy.special
 import torch._dynamo  # by the first optimizer
 
 import cpsr.engines
