@@ -145,7 +145,7 @@ class Witnessing:
         self._sampled_until = iteration + SAMPLED_STEPS
         if self._ring is None:
             return
-        left = [one for one in self._ring if one.iteration > iteration]
+        left = list(self._ring.after(iteration))
         repeated = {one.iteration for one in left if one.trajectory == self._trajectory}
         self._obstacle = OTHERWISE if left else NONE_LEFT
         self._expected, self._last = len(repeated), max(repeated, default=iteration)

@@ -291,10 +291,11 @@ class Witnesses:
         self._record = bytearray(RECORD_BYTES)  # the next one; made in place, as the training thread waits for it
         self._content = memoryview(self._record)[_CHECKSUM.size :]
 
-    def __iter__(self) -> Iterator[Witness]:
-        """All that can be read, in no order."""
-        for at in range(0, STEPS * RECORD_BYTES, RECORD_BYTES):
-            witness = _unpacked(self._map[at : at + RECORD_BYTES])
+    def after(self, iteration: int) -> Iterator[Witness]:
+        """All later ones that can be read, in no order."""
+        iterations = numpy.ndarray((STEPS,), "<u8", self._map, _CHECKSUM.size, (RECORD_BYTES,)).copy()
+        for slot in numpy.flatnonzero(iterations > iteration).tolist():
+            witness = _unpacked(self._map[slot * RECORD_BYTES : (slot + 1) * RECORD_BYTES])
             if witness is not None:
                 yield witness
 

@@ -1,5 +1,7 @@
 """When a job is started again: by what the ranks' counters and notes in real files say."""
 
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -188,3 +190,12 @@ def test_launchers_that_meet_at_one_store_are_one_job(tmp_path: Path) -> None:
     store, other = (torch_stores.FileStore(str(tmp_path / name)) for name in ("one", "other"))
     rounds = [job_at(torch_stores.PrefixStore(f"round {number}", store)) for number in range(2)]
     assert rounds[0] == rounds[1] != job_at(other)
+
+
+def test_a_node_without_others_does_not_wait_for_its_turn(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('trains')")
+    # torch draws from this how long it waits, up to 0.3 s
+    no_draws = "import random, sys; random.uniform = None; from cpsr.launch.command import run_job"
+    command = [sys.executable, "-c", f"{no_draws}; sys.exit(run_job(['train.py']))"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "trains\n"), ended.stderr

@@ -78,6 +78,7 @@ def test_the_last_execution_of_each_step_survives_unless_it_was_torn(
         for one in life:
             ring.put(one)
             kept[one.iteration % STEPS] = one
+        assert sorted(ring.after(2)) == sorted(one for one in kept.values() if one.iteration > 2)
         ring.close()
     if kept:  # a kill while one record was written: the rest of it is that of before
         torn = data.draw(st.sampled_from(sorted(kept)))

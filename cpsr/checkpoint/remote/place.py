@@ -8,9 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import fsspec
-from fsspec.implementations.local import LocalFileSystem
-
 from cpsr.checkpoint.direct_file import PieceHashes
 from cpsr.checkpoint.files import sync_directory, sync_file, write_bytes
 from cpsr.checkpoint.manifest import COMMIT, FileRecord
@@ -45,6 +42,8 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
             f"checkpoint.target '{shown}' is a chain of file systems; give a plain URL: what is read back must come "
             "from where it was written to"
         )
+    import fsspec  # 20 ms, which a job without a target does not spend
+
     try:
         # An instance of its own: others in this process may cache listings.
         system, root = fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
@@ -55,11 +54,12 @@ def open_place(url: str, run_dir: Path | None = None) -> "Place":
         ) from error
     except ValueError as error:
         raise ConfigError(f"checkpoint.target '{shown}' is not usable: {_USER.sub('', str(error))}") from error
-    if isinstance(system, LocalFileSystem) and run_dir is not None:
+    place = Place(shown, system, root)
+    if place.is_local and run_dir is not None:
         there, here = Path(root).resolve(), run_dir.resolve()
         if there.is_relative_to(here) or here.is_relative_to(there):
             raise ConfigError(f"the target {root} and run_dir {run_dir} lie in one another; use another disk")
-    return Place(shown, system, root)
+    return place
 
 
 class Place:
@@ -75,13 +75,16 @@ class Place:
 
     Attributes:
         shown, system: as given.
+        is_local: a directory of this machine, maybe a mounted one.
     """
 
     def __init__(self, shown: str, system: Any, root: str) -> None:
+        from fsspec.implementations.local import LocalFileSystem
+
         self.shown = shown.rstrip("/")
         self.system = system
         self._root = root.rstrip("/")
-        self._is_local = isinstance(system, LocalFileSystem)
+        self.is_local = isinstance(system, LocalFileSystem)
 
     def name(self, folder: str, file: str = "") -> str:
         """Full name of a file or folder, for messages."""
@@ -100,12 +103,12 @@ class Place:
     def make(self, folder: str) -> None:
         """Create a folder, where there are folders."""
         # Never with parents: a mount may be missing, and an object store would create a bucket of a mistyped name.
-        bucket = not self._is_local and "/" not in self._root.strip("/")
+        bucket = not self.is_local and "/" not in self._root.strip("/")
         with self._asking("creating", folder):
             for path in [*([] if bucket else [self._root]), self._path(""), self._path(folder)]:
                 with contextlib.suppress(FileExistsError):
                     self.system.mkdir(path, create_parents=False)
-                    if self._is_local:
+                    if self.is_local:
                         sync_directory(Path(path).parent)
 
     def put(self, folder: str, path: Path, record: FileRecord) -> None:
@@ -127,7 +130,7 @@ class Place:
     def write(self, folder: str, file: str, data: bytes) -> None:
         """Write a small file, and read it back; raises as `put`."""
         with self._asking("writing", folder, file):
-            if self._is_local:
+            if self.is_local:
                 write_bytes(Path(self._path(folder, file)), data)
             else:
                 self.system.pipe_file(self._path(folder, file), data)
@@ -169,20 +172,20 @@ class Place:
         with self._asking("removing", folder), contextlib.suppress(FileNotFoundError):
             if COMMIT in self.list(folder):
                 self.system.rm_file(self._path(folder, COMMIT))
-                if self._is_local:
+                if self.is_local:
                     sync_directory(Path(self._path(folder)))
             self.system.rm(self._path(folder), recursive=True)
 
     def _read_back(self, folder: str, file: str, record: FileRecord) -> None:
         """Compare a file that was written; on this machine it is forced to the disk before, and read from there."""
-        if self._is_local:
+        if self.is_local:
             with self._asking("writing", folder, file):
                 sync_file(Path(self._path(folder, file)))
         self.check(folder, file, record)
 
     def _path(self, folder: str, file: str = "") -> str:
         path = "/".join(part for part in (self._root, _FOLDER, folder, file) if part)
-        if self._is_local and folder and Path(self._root, _FOLDER, folder).is_symlink():
+        if self.is_local and folder and Path(self._root, _FOLDER, folder).is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         return path
 
