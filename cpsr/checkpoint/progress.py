@@ -184,13 +184,10 @@ def read_for_all(run_dir: Path, world_size: int, group: Group) -> Progress | Non
 
 def _read(path: Path) -> dict[int, int] | str:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with path.open("rb", buffering=0) as file:
+            data = file.read(_LAYOUT.size + 1)
     except FileNotFoundError:
         return "is absent"
-    try:
-        data = os.read(descriptor, _LAYOUT.size + 1)
-    finally:
-        os.close(descriptor)
     if len(data) != _LAYOUT.size:
         return f"has {len(data)} bytes, not {_LAYOUT.size}"
     first, first_batches, second, second_batches = _LAYOUT.unpack(data)

@@ -97,9 +97,7 @@ def open_run(
         ConfigError: it cannot be written.
         RunDirectoryError: its file system failed, or the ranks do not see the same directory.
     """
-    tensors = _same_on_all_ranks(
-        group.gather({name: list(item["shape"]) for name, item in description["tensors"].items()})
-    )
+    tensors = _same_on_all_ranks({name: list(item["shape"]) for name, item in description["tensors"].items()}, group)
     layouts = group.gather(_layout_hash(description["tensors"]))
     nodes = group.gather(this_node())
     identity: dict[str, Any] = {"world_size": group.size, "mode": mode, "tensors": tensors}
@@ -148,8 +146,13 @@ def _layout_hash(tensors: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(split, sort_keys=True).encode()).hexdigest()[:16] if split else ""
 
 
-def _same_on_all_ranks(parts: list[dict[str, Any]]) -> dict[str, Any]:
+def _same_on_all_ranks(own: dict[str, Any], group: Group) -> dict[str, Any]:
     """Global shapes by name, over all ranks; those of stages or experts need not be known on every rank."""
+    words = group.gather(hashlib.sha256(json.dumps(own).encode()).hexdigest())
+    if words.count(words[0]) == group.size:
+        return own
+    # Thousands of ranks, of a few stages, do not send what others have sent.
+    parts = group.gather(own if words.index(words[group.rank]) == group.rank else {})
     tensors: dict[str, Any] = {}
     for rank, part in enumerate(parts):
         for name, shape in part.items():

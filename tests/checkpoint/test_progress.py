@@ -14,8 +14,10 @@ from cpsr.checkpoint.progress import (
     mark_life,
     newest_life,
     progress_path,
+    read_for_all,
     read_progress,
 )
+from cpsr.ranks.group import Group
 
 CHILD = """
 import sys
@@ -122,3 +124,13 @@ def test_that_a_run_went_back_outlives_the_machine(tmp_path: Path, monkeypatch: 
     assert forced == []
     mark_life(tmp_path, 7, branch=1)
     assert forced == [tmp_path / "progress" / "life"]
+
+
+def test_all_ranks_get_what_rank_0_reads(tmp_path: Path) -> None:
+    ProgressCounter(progress_path(tmp_path, 0)).publish(7, 9)
+    progress_path(tmp_path, 1).write_bytes(b"torn")
+    assert read_for_all(tmp_path, 3, Group()) == read_progress(tmp_path, 3)
+    assert read_for_all(tmp_path / "elsewhere", 3, Group()) is None
+    progress_path(tmp_path, 2).mkdir()
+    with pytest.raises(OSError, match="rank-00002"):
+        read_for_all(tmp_path, 3, Group())
