@@ -3,7 +3,7 @@
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -33,11 +33,13 @@ class Cost:
 
     Attributes:
         seconds: on rank 0, or the rank that does it; median.
+        processor_seconds: likewise; other work on the machine takes nothing from it.
         calls: of rank 0 on files of the run; None without strace, or where it makes none.
         calls_of_others: of each other rank.
     """
 
     seconds: float
+    processor_seconds: float
     calls: int | None = None
     calls_of_others: int | None = None
 
@@ -55,7 +57,7 @@ def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[st
     found = _checkpoints(run, count, step)
     found["restart: newest checkpoint loaded"] = _restart(directory, run)
     found["restart: states in memory chosen"] = _choice(ranks)
-    found["clean-up at the start of a life"] = Cost(_seconds(run.store.prepare), count(run.store.prepare))
+    found["clean-up at the start of a life"] = Cost(*_took(run.store.prepare), count(run.store.prepare))
     found |= _heartbeats(run, count)
     found |= _events(directory / "journal", ranks)
     return found
@@ -64,8 +66,8 @@ def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[st
 def _checkpoints(run: SimulatedRun, count: Callable[..., int | None], step: Callable[[], None]) -> dict[str, Cost]:
     commits, retentions = [], []
     for _ in range(CHECKPOINTS):
-        commits.append(_seconds(run.commit))
-        retentions.append(_seconds(run.retain))
+        commits.append(_took(run.commit))
+        retentions.append(_took(run.retain))
         run.save_next()
         step()
 
@@ -82,9 +84,9 @@ def _checkpoints(run: SimulatedRun, count: Callable[..., int | None], step: Call
     retained = None if both is None or alone is None else both - alone
     run.retain()
     return {
-        "save: one rank's part": Cost(_seconds(write), None, count(write)),
-        "save: rank 0 commits": Cost(statistics.median(commits[-ROUNDS:]), alone),
-        "save: rank 0 removes what is old": Cost(statistics.median(retentions[-ROUNDS:]), retained),
+        "save: one rank's part": Cost(*_took(write), None, count(write)),
+        "save: rank 0 commits": Cost(*_medians(commits[-ROUNDS:]), alone),
+        "save: rank 0 removes what is old": Cost(*_medians(retentions[-ROUNDS:]), retained),
     }
 
 
@@ -92,7 +94,7 @@ def _restart(directory: Path, run: SimulatedRun) -> Cost:
     place = directory / "restart"
     place.mkdir()
     first, other = run_ranks("scale.restart_job", place, 2, simulated_dir=str(run.run_dir), simulated_ranks=run.ranks)
-    return Cost(max(first["seconds"], other["seconds"]), first["calls"], other["calls"])
+    return Cost(first["seconds"], first["processor_seconds"], first["calls"], other["calls"])
 
 
 def _choice(ranks: int) -> Cost:
@@ -100,7 +102,7 @@ def _choice(ranks: int) -> Cost:
     entries = [Entry(rank, at, "snapshot", nodes[rank], f"{rank}-{at}") for rank in range(ranks) for at in IN_MEMORY]
     dumped = range(max(0, ranks - RANKS_PER_MACHINE))
     entries += [Entry(rank, DUMPED, "departure", nodes[rank], f"{rank}-{DUMPED}") for rank in dumped]
-    return Cost(_seconds(lambda: decide(nodes, entries, IN_MEMORY[0], DUMPED, alike=range(ranks))))
+    return Cost(*_took(lambda: decide(nodes, entries, IN_MEMORY[0], DUMPED, alike=range(ranks))))
 
 
 def _heartbeats(run: SimulatedRun, count: Callable[..., int | None]) -> dict[str, Cost]:
@@ -122,9 +124,9 @@ def _heartbeats(run: SimulatedRun, count: Callable[..., int | None]) -> dict[str
         samples = []
         for _ in range(ROUNDS):
             beat()
-            samples.append(_seconds(first))
+            samples.append(_took(first))
         beat()
-        return {"each second: heartbeats": Cost(statistics.median(samples), count(first), count(other))}
+        return {"each second: heartbeats": Cost(*_medians(samples), count(first), count(other))}
 
 
 def _events(directory: Path, ranks: int) -> dict[str, Cost]:
@@ -141,21 +143,27 @@ def _events(directory: Path, ranks: int) -> dict[str, Cost]:
             file.record(EventRow(life=0, rank=rank, kind="saved late", message="a rank's disk was slow", iteration=20))
 
     record()
-    new = [_seconds(gather)]
+    new = [_took(gather)]
     for _ in range(ROUNDS):
         record()
-        new.append(_seconds(gather))
-    none = [_seconds(gather) for _ in range(ROUNDS)]
+        new.append(_took(gather))
+    none = [_took(gather) for _ in range(ROUNDS)]
     journal.close()
     for file in files:
         file.close()
     return {
-        "each checkpoint: an event of each rank": Cost(statistics.median(new)),
-        "each checkpoint: no event of any": Cost(statistics.median(none)),
+        "each checkpoint: an event of each rank": Cost(*_medians(new)),
+        "each checkpoint: no event of any": Cost(*_medians(none)),
     }
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def _took(work: Callable[[], object]) -> tuple[float, float]:
+    """Seconds, and those of the processor."""
+    started, processor = time.perf_counter(), time.process_time()
     work()
-    return time.perf_counter() - started
+    return time.perf_counter() - started, time.process_time() - processor
+
+
+def _medians(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    seconds, processor_seconds = zip(*samples, strict=True)
+    return statistics.median(seconds), statistics.median(processor_seconds)

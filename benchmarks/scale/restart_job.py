@@ -39,15 +39,16 @@ def main(run_dir: Path, simulated_dir: str, simulated_ranks: int) -> dict[str, A
         pool.release(snapshot)
 
     group.barrier()
-    started = time.perf_counter()
+    started, processor = time.perf_counter(), time.process_time()
     restart()
-    seconds, calls = time.perf_counter() - started, None
+    found: dict[str, Any] = {"seconds": time.perf_counter() - started, "calls": None}
+    found["processor_seconds"] = time.process_time() - processor
     if why_no_strace() is None:
         log = run_dir.parent / f"calls-{group.rank}"
         tracer = Tracer(os.getpid(), log, names=NAMES)
         restart()
         tracer.detach()
-        calls = len(read_calls(log, place))
+        found["calls"] = len(read_calls(log, place))
     pool.close()
     group.close()
-    return {"rank": group.rank, "seconds": seconds, "calls": calls}
+    return found

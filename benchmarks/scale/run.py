@@ -42,7 +42,8 @@ def main(
             place = call.directory / f"group-{number}"
             place.mkdir()
             (groups[number],) = run_ranks("scale.group_job", place, number)
-        call.table("Simulated ranks: milliseconds", ("", *map(str, ranks), "grows as"), _seconds_rows(files))
+        title = "Simulated ranks: milliseconds (of the processor)"
+        call.table(title, ("", *map(str, ranks), "grows as"), _seconds_rows(files))
         call.table(
             "Simulated ranks: calls on files of the run, by rank 0 + each other rank",
             ("", *map(str, ranks), "all ranks, as"),
@@ -59,8 +60,9 @@ def main(
 def _seconds_rows(files: Mapping[int, Mapping[str, Cost]]) -> list[tuple[str, ...]]:
     rows = []
     for name in next(iter(files.values())):
-        seconds = {number: costs[name].seconds for number, costs in files.items()}
-        rows.append((name, *(f"{1e3 * one:.1f}" for one in seconds.values()), _growth(seconds)))
+        found = {number: costs[name] for number, costs in files.items()}
+        shown = (f"{1e3 * one.seconds:.1f} ({1e3 * one.processor_seconds:.1f})" for one in found.values())
+        rows.append((name, *shown, _growth({number: one.processor_seconds for number, one in found.items()})))
     return rows
 
 

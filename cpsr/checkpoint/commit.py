@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from cpsr.checkpoint.files import names_in, remove_entry, sync_directory, temporary_name, write_bytes
+from cpsr.checkpoint.files import names_in, read_bytes, remove_entry, sync_directory, temporary_name, write_bytes
 from cpsr.checkpoint.manifest import (
     COMMIT,
     SLABS,
@@ -227,7 +227,7 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
             if reason is not None:
                 return f"rank {skips[name]} skipped it: {reason}"
         for name in sorted(names & awaited.keys()):
-            data, rank = (attempt.directory / name).read_bytes(), awaited[name]
+            data, rank = read_bytes(attempt.directory / name), awaited[name]
             record = RankManifest.parse(data)
             if attempt.has_part(record, rank):
                 found[rank] = record, hashlib.sha256(data).hexdigest()
