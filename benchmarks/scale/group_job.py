@@ -28,7 +28,7 @@ def main(run_dir: Path) -> dict[str, float] | None:
         "barrier": group.barrier,
         "gathering a word of each": lambda: group.gather(f"{group.rank:020d}"),
         "broadcasting 400 kB": lambda: group.broadcast(CONTENT if group.rank == 0 else None),
-        "agreeing at a step": lambda: votes.exchange(Ballot()),
+        "voting on snapshots": lambda: votes.exchange(Ballot()),
     }
     for name, work in works.items():
         found[name] = _median_seconds(work, group)
