@@ -1,12 +1,10 @@
 """CPSR: failure recovery for large-model training that restarts near the point of failure."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cpsr.errors import CPSRError
+from cpsr.ranks.garbage import no_collections
 from cpsr.ranks.link import report_errors
 
 if TYPE_CHECKING:
@@ -48,20 +46,8 @@ def __getattr__(name: str) -> Any:
         return import_module("importlib.metadata").version("cpsr")
     if name not in _LAZY:
         raise AttributeError(f"module 'cpsr' has no attribute {name!r}")
-    with _no_collection():
+    with no_collections():
         return getattr(import_module(_LAZY[name]), name)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep Python from searching for garbage: with torch and DeepSpeed loaded a search takes 0.1 s, and finds none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def __dir__() -> list[str]:

@@ -19,6 +19,7 @@ from cpsr.life.loop import Loop
 from cpsr.life.process_slot import ProcessSlot, ScriptEnd
 from cpsr.life.rehearsed_life import rehearsed_config
 from cpsr.planner.plan import Plan
+from cpsr.ranks.garbage import no_collections
 from cpsr.restart.prediction import LossFunction
 from cpsr.restart.restore import Restored
 from cpsr.state.loader import ResumableLoader
@@ -110,7 +111,8 @@ class CPSRRecovery:
             # What another package saves beside the engine: see `cpsr.integrations.accelerate`.
             for name, companion in getattr(self._loop.adapter, "companions", dict)().items():
                 self.register(name, companion)
-            self._life = Life(self._loop, self._config)
+            with no_collections():
+                self._life = Life(self._loop, self._config)
             self._loop.events.opened(self._life.restored, self._life.job.run)
         except BaseException:
             self._slot.release()

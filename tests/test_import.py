@@ -72,6 +72,26 @@ def test_recovery_loads_what_every_job_uses() -> None:
     assert sum(name.split(".")[0] == "cpsr" for name in loaded) <= LIMIT_MODULES
 
 
+SEARCHES = """
+import gc, sys, torch, traceback
+from cpsr import CPSRRecovery, TorchAdapter
+model = torch.nn.Linear(2, 1)
+recovery = CPSRRecovery(TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1)), {"run_dir": sys.argv[1]})
+found = set()
+gc.callbacks.append(lambda *_: found.update(frame.name for frame in traceback.extract_stack()))
+gc.set_threshold(1)
+recovery.open()
+gc.callbacks.clear()
+print("open" in found, "open_life" in found, gc.isenabled())
+recovery.close()
+"""
+
+
+def test_a_run_opens_without_a_search_for_garbage(tmp_path: Path) -> None:
+    said = subprocess.check_output([sys.executable, "-c", SEARCHES, tmp_path / "run"], text=True)
+    assert said.split() == ["True", "False", "True"]
+
+
 def test_everything_in_all_is_there() -> None:
     for name in cpsr.__all__:
         assert getattr(cpsr, name) is not None

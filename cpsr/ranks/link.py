@@ -6,8 +6,6 @@ it would refuse again.
 """
 
 import atexit
-import gc
-import io
 import json
 import logging
 import os
@@ -18,7 +16,6 @@ import time
 import traceback
 import zlib
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +30,7 @@ from cpsr.errors import (
     UnsupportedEngineError,
 )
 from cpsr.ranks.exits import lost_another
+from cpsr.ranks.garbage import spare_last_collections
 from cpsr.ranks.imports import Imported, imported
 
 __all__ = [
@@ -62,7 +60,6 @@ REFUSALS = (ConfigError, NotRestoredError, UnsupportedEngineError, RunMismatchEr
 PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
 # torchrun chooses a free port for the ranks' store, which rank 0 opens seconds later: another process may be faster.
 PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
-_WRITTEN = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 SHOWN = "shown-"  # begins the names of files that outlive a start
 IMPORTED = f"{SHOWN}imported"
 
@@ -227,7 +224,7 @@ def report_errors() -> None:
         return
     before = sys.excepthook
     failed = threading.Event()
-    atexit.register(_spare_last_collections, failed)  # registered early, so called after the script's own functions
+    atexit.register(spare_last_collections, failed)  # registered early, so called after the script's own functions
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         failed.set()
@@ -247,20 +244,6 @@ def report_errors() -> None:
             before(kind, error, trace)
 
     sys.excepthook = hook
-
-
-def _spare_last_collections(failed: threading.Event) -> None:
-    """Let a failed process end without searching for cyclic garbage: with torch and DeepSpeed that takes 1.4 s.
-
-    Objects outside of cycles still end as always. Files that only a cycle keeps open are flushed here.
-    """
-    if not failed.is_set():
-        return
-    for one in gc.get_objects():
-        if issubclass(type(one), _WRITTEN):  # `isinstance` asks proxies for their class, which warns or runs code
-            with suppress(OSError, ValueError):  # no space, a pipe without reader; closed
-                one.flush()
-    gc.freeze()
 
 
 def _uncaught(error: Exception, trace: TracebackType | None) -> Uncaught:
