@@ -7,6 +7,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Generator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +38,6 @@ __all__ += ["write_tensors"]
 _log = logging.getLogger(__name__)
 
 _CHECK = "check the disk and the memory"
-_PROCESS = secrets.token_hex(4)
 _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 
 _Result = TypeVar("_Result")
@@ -264,7 +264,13 @@ def is_temporary(path: Path) -> bool:
 def temporary_name(path: Path) -> Path:
     """Name of a file under construction, which `is_temporary` knows."""
     # A late process of an earlier life does not write into this file; in another container it may have the same number.
-    return path.with_name(f".{path.name}.{os.getpid()}-{_PROCESS}.tmp")
+    return path.with_name(f".{path.name}.{os.getpid()}-{_token(os.getpid())}.tmp")
+
+
+@cache
+def _token(process: int) -> str:
+    """One for each process: a fork has a number of its own, and so a token."""
+    return secrets.token_hex(4)
 
 
 def sync_file(path: Path) -> None:

@@ -42,6 +42,7 @@ import numpy as np
 import sklearn.cluster, sympy, threadpoolctl, torch
 import torch.distributed as dist
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.checkpoint.files import temporary_name
 import helper
 
 own = Path("/proc/self")
@@ -75,7 +76,8 @@ here = {
     "numbers": [torch.ones(4).sum().item(), float(np.ones((64, 64)) @ np.ones(64) @ np.ones(64)), helper.VALUE],
     "modules": sorted(sys.modules),
 }
-there = {"random": random.random(), "numpy": np.random.rand(), "torch": torch.rand(1, dtype=torch.float64).item(),
+there = {"file": temporary_name(Path("x")).name.partition("-")[2], "random": random.random(),
+         "numpy": np.random.rand(), "torch": torch.rand(1, dtype=torch.float64).item(),
          "torch seed": torch.initial_seed(), "sympy": sympy.core.random.rng.random(),
          "authkey": multiprocessing.current_process().authkey.hex(),
          "seed": str(np.random.get_bit_generator().seed_seq.entropy),
@@ -145,7 +147,7 @@ def test_a_rank_cannot_tell_a_fork_from_a_fresh_start(
         assert of_warm["parent"] == launcher
     noted_there = [noted(tmp_path, start, rank)[1] for start in range(2) for rank in range(2)]
     assert [one.pop("warm") for one in noted_there] == [False, False, True, True]
-    for name in ("random", "numpy", "sympy", "torch", "torch seed", "authkey", "seed", "pid"):
+    for name in ("file", "random", "numpy", "sympy", "torch", "torch seed", "authkey", "seed", "pid"):
         assert len({one[name] for one in noted_there}) == 4, name
 
 
