@@ -1,17 +1,21 @@
 """Which snapshot has which host buffer, and which buffer the next one may overwrite."""
 
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.memory_states import Left
+from cpsr.ranks.held import NONE, Held
 from cpsr.state.shard import Shard
 
 __all__ = ["Occupancy"]
 
 _NO_VIEWS = Shard({})  # the copying thread makes the views of a snapshot
 NOTHING = -1
+# In the way of overwriting a state: nothing; it may become common; every rank holds it.
+FREE, OPEN, COMMON = range(3)
+COPIED, SEALED = "copied", "sealed"
 
 
 @dataclass(eq=False)
@@ -22,6 +26,7 @@ class _Buffer:
         name: of its file in shared memory; empty without one.
         sealed: iteration of its sealed state, or `NOTHING`.
         left: that state, if an earlier process has sealed it.
+        branch: how often the life had gone back when this process has sealed it.
         whole: whether this process has, and every part is of the iteration itself.
         snapshot: that has it.
         seals: how many are under way that write or read it; their snapshots may be released meanwhile.
@@ -31,6 +36,7 @@ class _Buffer:
     name: str
     sealed: int
     left: Left | None
+    branch: int = 0
     whole: bool = False
     snapshot: Snapshot | None = None
     seals: int = 0
@@ -46,7 +52,7 @@ class _Buffer:
         """The least for what may go first: a state of an older life is void once a later one is there."""
         if self.sealed < 0:
             return (0,)
-        return (2, self.sealed) if self.left is None else (1, *self.left)
+        return (2, self.branch, self.sealed) if self.left is None else (1, *self.left)
 
     def forget(self) -> None:
         """Its state counts no more."""
@@ -68,6 +74,37 @@ class Occupancy:
         self._buffers = [_Buffer(name, NOTHING if left is None else left.iteration, left) for name, left in files]
         self._lock = threading.RLock()
         self._replicated_at: int | None = None
+        self._branch, self._passed = 0, NONE
+        self._open: dict[Snapshot, set[str]] = {}  # what each one that is due still waits for
+        self._tell: Callable[[Held], None] = lambda held: None
+        self._ask: Callable[[int], Held] | None = None
+
+    def join(self, tell: Callable[[Held], None], ask: Callable[[int], Held]) -> None:
+        """Follow the other ranks, so that all keep a snapshot of one iteration; see `ranks.held`.
+
+        Args:
+            tell: says what this rank holds; never called twice at once.
+            ask: what all ranks hold of a branch.
+        """
+        with self._lock:
+            self._tell, self._ask = tell, ask
+            tell(self._held())
+
+    def _held(self) -> Held:
+        passed = min((snapshot.iteration - 1 for snapshot in self._open), default=self._passed)
+        unsure = {snapshot.iteration for snapshot in self._open}
+        counting = [buffer.sealed for buffer in self._buffers if self._counts(buffer) and buffer.sealed not in unsure]
+        return Held.of(self._branch, passed, counting)
+
+    def _counts(self, buffer: _Buffer) -> bool:
+        """Whether a restart would take its state, as far as this rank knows."""
+        return buffer.sealed >= 0 and buffer.left is None and buffer.branch == self._branch
+
+    @property
+    def common(self) -> int:
+        """The newest iteration of which all ranks hold a snapshot, as far as this one knows, or `NONE`."""
+        with self._lock:
+            return (self._held() if self._ask is None else self._ask(self._branch)).newest
 
     @property
     def sealed_iterations(self) -> list[int]:
@@ -81,40 +118,71 @@ class Occupancy:
         with self._lock:
             return {buffer.sealed for buffer in self._buffers if buffer.whole}
 
-    def take(self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False) -> Snapshot | None:
+    def take(
+        self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False, due: bool = False
+    ) -> Snapshot | None:
         """Put an empty snapshot into a free buffer: an empty one, or else the one with the oldest state.
 
         Args:
             iteration: of the snapshot.
             spare: names of files whose buffers are used last.
-            keep_newest: leave the newest sealed state alone; a kill during the copy then finds it.
+            keep_newest: leave alone the newest sealed state that all ranks hold, and newer ones that may become that; a
+                kill then finds it. Otherwise these go last.
+            due: all ranks take one of this iteration, or skip it; then call `copied` once it is complete.
 
         Returns:
-            The snapshot; None where no buffer is free.
+            The snapshot; None where no buffer is free: this rank skips it.
         """
-
-        def worth(buffer: _Buffer) -> tuple[bool, bool, tuple[int, ...]]:
-            elsewhere = buffer.sendings > 0 or buffer.sealed == self._replicated_at
-            return buffer.name in spare, elsewhere, buffer.age
-
         with self._lock:
-            buffer = min(self._free(keep_newest=keep_newest), key=worth, default=None)
+            standing = self._standing()
+
+            def worth(buffer: _Buffer) -> tuple[bool, int, bool, tuple[int, ...]]:
+                elsewhere = buffer.sendings > 0 or buffer.sealed == self._replicated_at
+                stands = standing.get(buffer, FREE)
+                age = (-buffer.sealed,) if stands == OPEN else buffer.age  # the oldest of these is common elsewhere
+                return buffer.name in spare, stands, elsewhere, age
+
+            kept = standing if keep_newest else ()
+            free = [buffer for buffer in self._buffers if not buffer.is_used and buffer not in kept]
+            buffer = min(free, key=worth, default=None)
             if buffer is None:
+                if due:
+                    self.skip(iteration)
                 return None
             buffer.forget()
             buffer.snapshot = Snapshot(iteration, _NO_VIEWS, place=self._buffers.index(buffer))
+            if due:
+                self._passed = max(self._passed, iteration)
+                self._open[buffer.snapshot] = {COPIED, SEALED}
+            self._tell(self._held())
             return buffer.snapshot
 
-    @property
-    def is_free(self) -> bool:
-        """Whether `take` would find a buffer with `keep_newest`."""
-        with self._lock:
-            return bool(self._free(keep_newest=True))
+    def _standing(self) -> dict[_Buffer, int]:
+        """The buffers whose states a restart may need, and what stands in the way of each."""
+        if self._ask is None:
+            sealed = [buffer for buffer in self._buffers if buffer.sealed >= 0]
+            return {max(sealed, key=lambda buffer: buffer.age): COMMON} if sealed else {}
+        held = self._ask(self._branch)
+        needed = [one for one in self._buffers if self._counts(one) and held.must_stay(one.sealed)]
+        return {buffer: COMMON if buffer.sealed == held.newest else OPEN for buffer in needed}
 
-    def _free(self, *, keep_newest: bool) -> list[_Buffer]:
-        sealed = (buffer for buffer in self._buffers if keep_newest and buffer.sealed >= 0)
-        kept = max(sealed, key=lambda buffer: buffer.age, default=None)
-        return [buffer for buffer in self._buffers if not buffer.is_used and buffer is not kept]
+    def skip(self, iteration: int) -> None:
+        """This rank takes no snapshot of this iteration, where one is due; or it begins with it."""
+        with self._lock:
+            self._passed = max(self._passed, iteration)
+            self._tell(self._held())
+
+    def copied(self, snapshot: Snapshot) -> None:
+        """The copy of one that is due is complete, and will not be taken back."""
+        self._came(snapshot, COPIED)
+
+    def _came(self, snapshot: Snapshot, what: str) -> None:
+        with self._lock:
+            awaited = self._open.get(snapshot, set())
+            awaited.discard(what)
+            if not awaited:
+                self._open.pop(snapshot, None)
+            self._tell(self._held())
 
     def holds(self, snapshot: Snapshot) -> bool:
         """Whether the snapshot has a buffer."""
@@ -129,6 +197,12 @@ class Occupancy:
         with self._lock:
             self._require(snapshot)
             self._buffers[snapshot.place].snapshot = None
+            if COPIED in self._open.get(snapshot, ()):  # given up
+                self._drop(snapshot)
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        self._open.pop(snapshot, None)
+        self._tell(self._held())
 
     def begin_seal(self, snapshot: Snapshot) -> None:
         """Until `end_seal` nobody overwrites its buffer, nor the one it takes parts from; ValueError: it has none."""
@@ -142,8 +216,11 @@ class Occupancy:
             self._note_seal(snapshot, -1)
             if sealed:
                 buffer = self._buffers[snapshot.place]
-                buffer.sealed, buffer.left = snapshot.iteration, None
+                buffer.sealed, buffer.left, buffer.branch = snapshot.iteration, None, self._branch
                 buffer.whole |= all(at == snapshot.iteration for at in snapshot.taken_at.values())
+                self._came(snapshot, SEALED)
+            else:
+                self._drop(snapshot)
 
     def _note_seal(self, snapshot: Snapshot, change: int) -> None:
         for place in {snapshot.place, snapshot.place if snapshot.source is None else snapshot.source}:
@@ -161,6 +238,14 @@ class Occupancy:
         """The state in the snapshot's buffer counts no more."""
         with self._lock:
             self._buffers[snapshot.place].forget()
+            self._drop(snapshot)
+
+    def rewind(self, iteration: int) -> None:
+        """The run has gone back to this iteration: what was sealed before does not count any more."""
+        with self._lock:
+            self._branch, self._passed = self._branch + 1, iteration
+            self._open.clear()
+            self._tell(self._held())
 
     def forget_earlier(self) -> None:
         """States of earlier processes count no more: none of the same iteration is kept in place of a new one."""

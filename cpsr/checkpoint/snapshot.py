@@ -116,7 +116,8 @@ class SnapshotPool:
             scalars: plain data (see `SmallState`). It may change once this has returned, and so may `shard.others`; a
                 GPU copies both in the order of the stream on which the last step lies.
             contents: what is copied of each operator, and where on the disk it is written.
-            disk: whether it will be written; a snapshot for host memory alone overwrites no newest state.
+            disk: whether it will be written; a snapshot for host memory alone overwrites no state that a restart may
+                need.
             replicate: whether it is offered to the peers.
 
         Returns:
@@ -133,7 +134,7 @@ class SnapshotPool:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
         with self.steps.after_step():
             small = SmallState(scalars)
-            snapshot = self._take(iteration, () if disk else contents.carried, keep_newest=not disk)
+            snapshot = self._take(iteration, () if disk else contents.carried, keep_newest=not disk, due=self.survives)
             if snapshot is None:
                 return None
             snapshot.contents, snapshot.disk = contents, disk
@@ -195,6 +196,7 @@ class SnapshotPool:
             if isinstance(error, UnsupportedEngineError):
                 raise
             raise SaveError(f"the snapshot of iteration {snapshot.iteration} failed: {error}") from error
+        self.occupancy.copied(snapshot)
         snapshot.copy_seconds = running.seconds
         snapshot.overlap_seconds = running.overlap_seconds(snapshot.overlap_seconds + started)
         self.seal(snapshot)
@@ -456,6 +458,7 @@ class SnapshotPool:
         spare: Collection[str] = (),
         *,
         keep_newest: bool = False,
+        due: bool = False,
     ) -> Snapshot | None:
         """An empty snapshot in a free buffer, of all but these operators, which it takes from the one before.
 
@@ -468,7 +471,7 @@ class SnapshotPool:
         for late in [late for late in self._late if late[1].arrives(now)]:
             self._late.remove(late)
             self.occupancy.release(late[0])
-        snapshot = self.occupancy.take(iteration, spare, keep_newest=keep_newest)
+        snapshot = self.occupancy.take(iteration, spare, keep_newest=keep_newest, due=due)
         if snapshot is None:
             return None
         buffer, before = self._buffers[snapshot.place], self._newest

@@ -240,9 +240,10 @@ class Life:
         """Carry out what all ranks do at the end of this step; returns whether they leave."""
         if (failure := self.planner.failure()) is not None:
             self.job.journal.event("planning ended", failure, level=logging.ERROR)
-        turns = self.saver.memory.turns
-        flags = self.votes.exchange(Ballot(*turns.ballot()))
-        turns.read(iteration, flags.blocked, flags.busy, flags.missing)
+        if self.memory.replicates:
+            turns = self.saver.memory.turns
+            flags = self.votes.exchange(Ballot(*turns.ballot()))
+            turns.read(iteration, flags.busy, flags.missing)
         leaves = self.rehearsed is not None and self.rehearsed.after_step(iteration)
         for agreed in self.agreement.end_step():
             if agreed.act == Act.PLAN:

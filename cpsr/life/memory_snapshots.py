@@ -1,4 +1,4 @@
-"""Snapshots to host memory between the checkpoints, or windows: which of them all ranks take and send alike."""
+"""Snapshots to host memory between the checkpoints, or windows; which of them all ranks send alike."""
 
 import logging
 import time
@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from cpsr.checkpoint.host_snapshot import Contents
-from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Job
@@ -25,15 +24,14 @@ MEASURED_ITERATIONS = 10  # of a life: then enough copies were measured, and the
 
 
 class Turns:
-    """Follows the ranks' votes on whether the next snapshot can be taken, and whether links to peers are free.
+    """Follows the ranks' votes on whether links to peers are free.
 
-    A restart needs one iteration of which every rank has a state, in its own memory or on another machine. Ranks that
-    skip snapshots by themselves, or send whichever is newest when a link is free, may have none in common. All ranks
-    read the same vote before the same step, and so decide alike. Each rank keeps the newest state that the peers have
-    in full until they have the next: if a machine is lost, the others restart from it.
+    After the loss of a machine a restart needs one iteration of which every rank has a state, in its own memory or on
+    another machine. Ranks that send whichever is newest when a link is free may have none in common. All ranks read the
+    same vote before the same step, and so decide alike. Each rank keeps the newest state that the peers have in full
+    until they have the next: if a machine is lost, the others restart from it.
 
     Args:
-        occupancy: of the host buffers.
         sending: whether a replica of this rank's is under way.
         has_arrived: whether the peers have this rank's state of an iteration.
         keep: called with the iteration of the newest state that the peers have in full, None where they have none.
@@ -42,22 +40,20 @@ class Turns:
 
     def __init__(
         self,
-        occupancy: Occupancy,
         sending: Callable[[], bool],
         has_arrived: Callable[[int], bool],
         keep: Callable[[int | None], None],
         iteration: int = 0,
     ) -> None:
-        self._occupancy = occupancy
         self._sending, self._has_arrived, self._keep = sending, has_arrived, keep
         self._cast_at = self._read_at = -1  # iterations of the votes
-        self._blocked = self._busy = False
+        self._busy = False
         self._sent_at = -2
         self._sent: tuple[int, int, Callable[[], bool]] | None = None
         keep(iteration)  # what the peers have of the life before
 
-    def ballot(self) -> tuple[bool, bool, bool]:
-        """Whether this rank cannot take a snapshot now, one of its links is busy or will be, and its newest is missing.
+    def ballot(self) -> tuple[bool, bool]:
+        """Whether one of this rank's links is busy or will be, and its newest replica is missing.
 
         A holder may have refused or dropped what it was sent.
         """
@@ -65,7 +61,7 @@ class Turns:
         busy = (self._sent is not None and self._sent[2]()) or self._sending()
         begun = self._sent is not None and self._sent[0] == self._sent_at
         missing = self._sent is None or not begun or not self._has_arrived(self._sent[1])
-        return not self._occupancy.is_free, busy, missing
+        return busy, missing
 
     def sent(self, iteration: int, pending: Callable[[], bool], held: int | None = None) -> None:
         """This one goes to the peers.
@@ -77,17 +73,16 @@ class Turns:
         """
         self._sent = iteration, iteration if held is None else held, pending
 
-    def read(self, iteration: int, blocked: bool, busy: bool, missing: bool) -> None:
+    def read(self, iteration: int, busy: bool, missing: bool) -> None:
         """A ballot was cast after this iteration, and the result of the one before is here.
 
         Args:
             iteration: the finished one.
-            blocked: whether any rank could take none.
             busy: whether any rank's link was busy.
             missing: whether any rank's newest replica was missing.
         """
         self._read_at, self._cast_at = self._cast_at, iteration
-        self._blocked, self._busy = blocked, busy
+        self._busy = busy
         if not busy and not missing and self._sent is not None and self._sent[0] == self._sent_at < self._read_at:
             self._keep(self._sent[1])
 
@@ -96,11 +91,6 @@ class Turns:
         self._cast_at = self._read_at = -1
         self._sent_at = -2
         self._keep(None)
-
-    @property
-    def may_take(self) -> bool:
-        """Whether every rank could take a snapshot at the last vote."""
-        return not self._blocked
 
     def may_send(self, iteration: int, *, always: bool = False) -> bool:
         """Whether the state of this iteration goes to the peers; every rank asks for the same iterations.
@@ -127,7 +117,7 @@ class MemorySnapshots:
     Attributes:
         turns: which of them all ranks take and send.
         taken: number of snapshots that are complete.
-        skipped: number of due ones that came late or not at all, because a rank had no buffer free.
+        skipped: number of due ones that this rank has not taken, because it had no buffer free.
         stalls_seconds: how long the newest ones have kept the training thread from its work, each.
     """
 
@@ -142,16 +132,15 @@ class MemorySnapshots:
     ) -> None:
         self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
         self._policy, self._capture, self._last = policy, capture, iteration
+        self._survives = memory.survives
         keep = self._pool.occupancy.replicated if self._windows is None else self._windows.recorder.replicated
         links = memory.links
         self.turns = Turns(
-            self._pool.occupancy,
             lambda: any(link.busy for link in links),
             lambda iteration: all(link.has_arrived(iteration) for link in links),
             keep,
             iteration,
         )
-        self._late = False
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._failed = False
@@ -163,22 +152,16 @@ class MemorySnapshots:
     def due(self, iteration: int, interval_iterations: int | None) -> Callable[[], None] | None:
         """The whole snapshot of this iteration, if one is due; the ranks have agreed on what it copies, and for whom.
 
-        None is with windows, nor where it would not survive.
+        None is with windows, nor where it would not survive on every rank.
 
         Returns:
-            What starts it, once the loop has finished its iteration; it returns while the state is being copied. None
-            also where a rank has no buffer free: the snapshot stays due.
+            What starts it, once the loop has finished its iteration; it returns while the state is being copied.
         """
-        if interval_iterations is None or self._windows is not None or not self._pool.survives:
+        if interval_iterations is None or self._windows is not None or not self._survives:
             return None
         if iteration - self._last < interval_iterations:
             return None
-        if not self.turns.may_take:
-            if not self._late:  # counted once; it stays due
-                self._skip(iteration)
-            self._late = True
-            return None
-        self._late, self._last = False, iteration
+        self._last = iteration
         return partial(self._begin, iteration, self._policy.due_in_memory(), self.turns.may_send(iteration))
 
     def end_of(self, iteration: int, between_steps: Callable[[], bool]) -> Callable[[], None] | None:
@@ -225,6 +208,7 @@ class MemorySnapshots:
             shard = self._job.adapter.shard()
             snapshot = self._pool.begin(shard, iteration, self._capture(), contents, disk=False, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
+            self._pool.occupancy.skip(iteration)
             self.failed(iteration, error)
             return
         if snapshot is None:
@@ -258,8 +242,8 @@ class MemorySnapshots:
         if self.skipped == 1:
             self._job.journal.event(
                 "memory snapshot skipped",
-                f"snapshot {iteration} to host memory is late: no buffer is free, because the disk is still writing or "
-                "the newest snapshot is still hashed. A kill now goes back to the snapshot before it. Not reported "
+                f"snapshot {iteration} to host memory is skipped: no buffer is free, because the disk is still writing "
+                "or a rank has not sealed those before. A kill now goes back to the snapshot before it. Not reported "
                 "again in this life",
                 iteration,
                 logging.INFO if self._job.group.rank == 0 else logging.DEBUG,

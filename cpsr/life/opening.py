@@ -202,6 +202,8 @@ def _start_training(life: "Life", store: CheckpointStore, opened: ExitStack) -> 
     life.steps.followers.append(life.probation.on_steps)
     life.agreement = Agreement(job.group, lambda: life.stop.made, life.propose_plan)
     opened.callback(life.agreement.close)
+    if job.group.size > 1:
+        life.memory.pool.occupancy.join(life.agreement.hold, life.agreement.held)
     life.votes, asked = job.group.votes(), rehearsed()
     life.rehearsed = None if asked is None else Rehearsed(asked, job)
     life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)

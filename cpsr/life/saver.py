@@ -167,6 +167,7 @@ class Saver:
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
             snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
         except (SaveError, UnsupportedEngineError) as error:
+            self.pool.occupancy.skip(iteration)
             self._skip(iteration, error)
             return
         if snapshot is None:

@@ -96,7 +96,7 @@ class HostMemory:
                 logging.WARNING,
             )
         self.survives: bool = group.all(self.pool.survives)
-        self._life, self._sealed = job.journal.life, 0
+        self._life, self._sealed, self._marked = job.journal.life, 0, False
         self.windows: Windows | None = None
         self._adopted: tuple[Path, int] | None = None  # file and first iteration of the window that is replayed
         if config.replay.enabled and self.survives:
@@ -104,7 +104,7 @@ class HostMemory:
             self.windows = Windows(job, memory, self.pool)
             self.windows.recorder.on_sealed = self._follow_window
         elif group.rank == 0 and self.survives:
-            self.pool.on_counting = self._count_sealed
+            self.pool.on_counting = self._note_common
         # All ranks or none: what one sends another takes.
         if group.all(self.survives and config.peers.replicas > 0):
             assert memory is not None
@@ -127,6 +127,11 @@ class HostMemory:
         """Right after a step, before anything looks at its state: replay what a window has of it."""
         if self.windows is not None and self.windows.replaying is not None:
             self.windows.replaying.after_step(iteration)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether replicas are sent and held; alike on all ranks."""
+        return self._replicator is not None
 
     @property
     def links(self) -> Sequence[Outgoing]:
@@ -177,6 +182,7 @@ class HostMemory:
         """
         self.pool.forget_after(iteration)
         self.pool.occupancy.forget_earlier()
+        self.pool.occupancy.skip(iteration)  # it was sealed for this life, or never will be
         if self._first_on_machine:
             held = () if self._replicator is None else self._replicator.held(*self._run.local_ranks)
             remove_unused(self._run.run_id, keep=held)
@@ -197,7 +203,8 @@ class HostMemory:
         self.pool.forget_after(iteration)
         if self.windows is not None:
             self.windows.forget()
-        self._sealed = 0
+        self.pool.occupancy.rewind(iteration)
+        self._sealed, self._marked = 0, False
         if self._memory is not None:
             self._memory.branch += 1
         if self._replicator is not None:
@@ -210,8 +217,14 @@ class HostMemory:
         if send and self._replicator is not None:
             self._replicator.offer_window(path, iteration)
 
+    def _note_common(self) -> None:
+        """Record that every rank has a state of this branch, once rank 0 knows that (rank 0)."""
+        if not self._marked and self.pool.occupancy.common >= 0:
+            self._marked = True
+            self._mark_held()
+
     def _count_sealed(self) -> None:
-        """Record, at rank 0's second state of a branch, that all ranks have one: the ranks take them together."""
+        """Record, at rank 0's second window of a branch, that all ranks have one: the ranks take them together."""
         self._sealed += 1
         if self._sealed == 2:
             self._mark_held()

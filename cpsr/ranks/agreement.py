@@ -1,4 +1,7 @@
-"""All ranks do what changes their work at the end of the same step, without a collective; see `proposals`."""
+"""All ranks do what changes their work at the end of the same step, without a collective; see `proposals`.
+
+The same thread passes on what ranks hold in memory; see `held`.
+"""
 
 import logging
 import threading
@@ -9,6 +12,7 @@ from collections.abc import Callable, Sequence
 from cpsr.errors import UnevenRanksError
 from cpsr.ranks.board import Exchange
 from cpsr.ranks.group import ATTENDANCE_SECONDS, Group
+from cpsr.ranks.held import Held
 from cpsr.ranks.proposals import NEVER, Act, Coordinator, Ended, Member, Proposal, State
 
 __all__ = ["Agreement"]
@@ -25,6 +29,8 @@ VERDICT_SECONDS = 600.0
 CLOSE_SECONDS = 10.0  # the thread ends at once, unless the store hangs
 PACE_SECONDS = 0.5  # between two counts of steps
 PACES = 10
+HELD_TIMES = 10  # a snapshot takes about three words: taken, copied, sealed
+LOOKS_PER_WORD = 2  # word and answer cross the store in three looks
 
 Intervals = tuple[int, int]  # in iterations, between checkpoints and between snapshots in memory; 0: none of these
 
@@ -49,6 +55,7 @@ class Agreement:
         self._intervals: Intervals | None = None  # not agreed on yet (rank 0)
         self._heard = threading.Condition()
         self._closing = threading.Event()
+        self._held: deque[float] = deque(maxlen=HELD_TIMES)  # when this rank last said what it holds
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         if group.size == 1:
@@ -58,6 +65,7 @@ class Agreement:
         self._coordinator = Coordinator() if group.rank == 0 else None
         self._counts: deque[tuple[float, int]] = deque(maxlen=PACES)
         self._news_at = 0.0
+        self._all_hold = Held()
         self._thread = threading.Thread(target=self._run, args=(self._exchange,), name=THREAD_NAME, daemon=True)
         self._thread.start()
 
@@ -124,14 +132,26 @@ class Agreement:
         if self._thread.is_alive():
             logger.warning("the thread of the ranks' agreement did not end within %g s; it is abandoned", CLOSE_SECONDS)
             return
-        self._exchange.close()
+
+    # What the ranks hold; on any thread, also after the end
+
+    def hold(self, held: Held) -> None:
+        """Say what this rank holds, one call at a time."""
+        assert self._exchange is not None
+        self._exchange.hold(held)
+        self._held.append(time.monotonic())
+
+    def held(self, branch: int) -> Held:
+        """What all ranks hold of a branch of this life, as far as this one knows."""
+        assert self._exchange is not None
+        return self._exchange.held(branch)
 
     # Its own thread
 
     def _run(self, exchange: Exchange) -> None:
         try:
             busy_seconds = BUSY_SECONDS * max(1, exchange.machines // MACHINES_PER_LOOK)
-            while not self._closing.wait(busy_seconds if self._is_busy() else IDLE_SECONDS):
+            while not self._closing.wait(busy_seconds if self._is_busy() else self._idle_seconds(busy_seconds)):
                 self._look(exchange)
         except Exception:
             logger.exception("rank %d agrees on nothing more: SIGTERM and new plans have no effect", self._group.rank)
@@ -139,6 +159,13 @@ class Agreement:
     def _is_busy(self) -> bool:
         asks = self._stops() and self._member.attention_at == NEVER
         return asks or time.monotonic() < self._news_at + NEWS_SECONDS
+
+    def _idle_seconds(self, least: float) -> float:
+        """Until the next look; between machines what ranks hold arrives before their next snapshot."""
+        if self.machines == 1 or len(self._held) < HELD_TIMES:
+            return IDLE_SECONDS
+        words_seconds = (self._held[-1] - self._held[0]) / (HELD_TIMES - 1)
+        return min(IDLE_SECONDS, max(least, words_seconds / LOOKS_PER_WORD))
 
     def _look(self, exchange: Exchange) -> None:
         """Hear, answer, report; on rank 0 also propose."""
@@ -162,11 +189,12 @@ class Agreement:
 
     def _coordinate(self, exchange: Exchange, coordinator: Coordinator) -> bool:
         """Whether rank 0 says something new."""
-        report, now, before = exchange.collect(), time.monotonic(), coordinator.newest
+        found, now, before = exchange.collect(), time.monotonic(), (coordinator.newest, self._all_hold)
         if not self._counts or now - self._counts[-1][0] > PACE_SECONDS:
             self._counts.append((now, self._member.steps))
-        if report is None:
+        if found is None:
             return False
+        report, self._all_hold = found
         if coordinator.look(report, now):
             since, steps = self._counts[0]
             pace = (self._member.steps - steps) / max(now - since, PACE_SECONDS)
@@ -178,7 +206,7 @@ class Agreement:
                     coordinator.propose(Act.PLAN, report, now, pace, *self._intervals)
         if coordinator.newest.state == State.DECIDED and coordinator.newest.act == Act.PLAN:
             self._intervals = None
-        if coordinator.newest == before:
+        if (coordinator.newest, self._all_hold) == before:
             return False
-        exchange.propose(coordinator.newest)
-        return True
+        exchange.say(coordinator.newest, self._all_hold)
+        return coordinator.newest != before[0]

@@ -1,4 +1,4 @@
-"""Carries the words of an agreement between ranks: over memory that a machine's ranks share, and torch's store between.
+"""Carries words between ranks, of an agreement and of the snapshots they hold: over shared memory, and torch's store.
 
 On each machine one rank, the leader, has a board of a few bytes for each rank, which the others map. It has no name and
 goes with the last process that maps it, however that ends. A rank that cannot map it (a container with processes of its
@@ -14,16 +14,21 @@ from datetime import timedelta
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from cpsr.ranks.group import Group, group_name, this_node
+from cpsr.ranks.held import Held, held_by_all
 from cpsr.ranks.proposals import Proposal, Report, merged
+from cpsr.ranks.words import Words
 
 __all__ = ["Exchange"]
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 128  # of rank 0's words, then of each rank's
+SLOT_BYTES = 192  # of rank 0's words, then of each rank's
+HELD_AT = 96  # in a slot: what a rank holds; before that, what it says of proposals
 TOKEN_BYTES = 16  # behind the slots, by which a board is told from another file
 STORE_SECONDS = 5.0  # for an answer
-_HEAD, _HEAD_BYTES, _REPORT_BYTES = "proposal", len(Proposal().to_bytes()), len(Report().to_bytes())
+_HEAD = "rank 0"
+_HEAD_BYTES, _REPORT_BYTES = len(Proposal().to_bytes()), len(Report().to_bytes())
+_HELD_BYTES = len(Held().to_bytes())
 
 
 class Board:
@@ -61,23 +66,22 @@ class Board:
             return None
         return Board(memory) if memory[-TOKEN_BYTES:] == token else None
 
-    def write(self, slot: int, data: bytes) -> None:
-        """Write a slot, which has one writer."""
-        self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + len(data)] = data
+    def write(self, slot: int, data: bytes, at: int = 0) -> None:
+        """Write to a slot; what begins at one byte has one writer."""
+        begin = slot * SLOT_BYTES + at
+        self._memory[begin : begin + len(data)] = data
 
-    def read(self, slot: int, size: int) -> bytes:
-        """The first bytes of a slot, possibly torn."""
-        return self._memory[slot * SLOT_BYTES : slot * SLOT_BYTES + size]
-
-    def close(self) -> None:
-        """Unmap it."""
-        self._memory.close()
+    def read(self, slot: int, size: int, at: int = 0) -> bytes:
+        """So many bytes of a slot, possibly torn."""
+        begin = slot * SLOT_BYTES + at
+        return self._memory[begin : begin + size]
 
 
 class Exchange:
     """One rank's ways to hear rank 0 and to report to it; opening it is a collective.
 
-    Everything but opening belongs to one thread. A message that is late or lost is no error: the next one says as much.
+    All but opening, `hold` and `held` belongs to one thread. A message that is late or lost is no error: the next one
+    says as much.
 
     Args:
         group: of all ranks.
@@ -89,13 +93,13 @@ class Exchange:
         self._store = PrefixStore(f"{group_name()}/", _get_default_store())
         self._store = getattr(self._store, "clone", lambda: self._store)()  # others may wait in theirs
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        self._told: Report | None = None
+        self._told: tuple[Report, Held] | None = None
         self.report(Report())
         if leader == self._rank:
             self._board.write(0, Proposal().to_bytes())
-            self._store.set(str(leader), Report().to_bytes())  # type: ignore[arg-type]  # it takes bytes as well
+            self._set(str(leader), Report(), Held())
         if self._rank == 0:
-            self._store.set(_HEAD, Proposal().to_bytes())  # type: ignore[arg-type]
+            self._set(_HEAD, Proposal(), Held())
         leaders = group.gather(leader)  # from here on all boards are open, and all words are there
         self._ranks = [rank for rank, its in enumerate(leaders) if its == leader]
         self._leads = leader == self._rank
@@ -114,7 +118,6 @@ class Exchange:
         board = Board.open_at(process, descriptor, slots, bytes.fromhex(of_leader))
         if board is None:
             return own, group.rank
-        own.close()
         return board, leader
 
     @property
@@ -130,49 +133,73 @@ class Exchange:
         """The newest words of rank 0 that have arrived; None: look again."""
         return Proposal.of_bytes(self._board.read(0, _HEAD_BYTES))
 
+    def hold(self, held: Held) -> None:
+        """Say what this rank holds; on any thread, one at a time."""
+        self._board.write(1 + self._rank, held.to_bytes(), HELD_AT)
+
+    def held(self, branch: int) -> Held:
+        """What all ranks hold of a branch, as far as that has arrived; on any thread."""
+        others = [self._held_at(0)] if self._others else []
+        return held_by_all([*(self._held_at(1 + rank) for rank in self._ranks), *others], branch)
+
+    def _held_at(self, slot: int) -> Held | None:
+        return Held.of_bytes(self._board.read(slot, _HELD_BYTES, HELD_AT))
+
+    def _machine(self) -> tuple[Report, Held] | None:
+        """What the ranks of this machine say together."""
+        found = [Report.of_bytes(self._board.read(1 + rank, _REPORT_BYTES)) for rank in self._ranks]
+        reports = [one for one in found if one is not None]
+        held = [self._held_at(1 + rank) for rank in self._ranks]
+        branch = max((one.branch for one in held if one is not None), default=0)
+        return (merged(reports), held_by_all(held, branch)) if len(reports) == len(found) else None
+
     def relay(self) -> None:
         """Exchange words between this machine and rank 0, where this rank is the leader of another one."""
         if not self._leads or self._rank == 0:
             return
         machine = self._machine()
         try:
-            # The count alone is no news: a rank that refuses because of it says so.
-            if machine is not None and (self._told is None or replace(machine, steps=self._told.steps) != self._told):
-                self._store.set(str(self._rank), machine.to_bytes())  # type: ignore[arg-type]
+            if machine is not None and self._is_news(machine):
+                self._set(str(self._rank), *machine)
                 self._told = machine
             data = self._store.get(_HEAD)
         except RuntimeError as error:  # its host is gone, or late
             logger.debug("rank 0 is not heard: %s", error)
             return
-        if Proposal.of_bytes(data) is not None:
-            self._board.write(0, data)
+        self._board.write(0, data[_HEAD_BYTES:], HELD_AT)
+        self._board.write(0, data[:_HEAD_BYTES])
 
-    def collect(self) -> Report | None:
+    def _is_news(self, machine: tuple[Report, Held]) -> bool:
+        # The count alone is none: a rank that refuses because of it says so.
+        told = self._told
+        return told is None or (replace(machine[0], steps=told[0].steps), machine[1]) != told
+
+    def collect(self) -> tuple[Report, Held] | None:
         """What all ranks have said, as far as it has arrived; None: look again (rank 0)."""
         machine = self._machine()
         if machine is None or not self._others:
             return machine
         try:
-            found = [Report.of_bytes(data) for data in self._store.multi_get(self._others)]
+            found = self._store.multi_get(self._others)
         except RuntimeError as error:
             logger.debug("other machines are not heard: %s", error)
             return None
-        return merged([machine, *(one for one in found if one is not None)]) if None not in found else None
+        reports = [Report.of_bytes(data[:_REPORT_BYTES]) for data in found]
+        held = [machine[1], *(Held.of_bytes(data[_REPORT_BYTES:]) for data in found)]
+        heard = [one for one in reports if one is not None]
+        if len(heard) < len(reports):
+            return None
+        return merged([machine[0], *heard]), held_by_all(held, machine[1].branch)
 
-    def propose(self, proposal: Proposal) -> None:
+    def say(self, proposal: Proposal, held: Held) -> None:
         """Say this to all ranks (rank 0)."""
-        data = proposal.to_bytes()
         if self._others:
             try:
-                self._store.set(_HEAD, data)  # type: ignore[arg-type]
+                self._set(_HEAD, proposal, held)
             except RuntimeError as error:
                 logger.debug("other machines do not hear: %s", error)
-        self._board.write(0, data)
+        self._board.write(0, held.to_bytes(), HELD_AT)
+        self._board.write(0, proposal.to_bytes())
 
-    def _machine(self) -> Report | None:
-        found = [Report.of_bytes(self._board.read(1 + rank, _REPORT_BYTES)) for rank in self._ranks]
-        return merged(one for one in found if one is not None) if None not in found else None
-
-    def close(self) -> None:
-        """Hear and say no more; what others have to hear from this rank stays on the board."""
-        self._board.close()
+    def _set(self, key: str, first: Words, second: Words) -> None:
+        self._store.set(key, first.to_bytes() + second.to_bytes())  # type: ignore[arg-type]  # it takes bytes as well

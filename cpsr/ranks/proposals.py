@@ -24,12 +24,11 @@ notice as ever that it is gone.
 """
 
 import math
-import struct
-import zlib
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from enum import IntEnum
-from typing import TypeVar
+
+from cpsr.ranks.words import Words
 
 __all__ = ["ANSWER_SECONDS", "Act", "Coordinator", "Ended", "Member", "Proposal", "Report", "State", "merged"]
 
@@ -38,8 +37,6 @@ AHEAD_SECONDS = 0.5  # of training, between a proposal and its step: no rank wai
 PATIENCE = 2  # withdrawals in a row, from which on the step moves further ahead each time
 AHEAD_MAX_STEPS = 1 << 20
 NEVER = 1 << 62
-
-_Message = TypeVar("_Message", bound="_Words")
 
 
 class Act(IntEnum):
@@ -67,24 +64,7 @@ class Ended(IntEnum):
 
 
 @dataclass(frozen=True)
-class _Words:
-    """A message of a few integers of 64 bits, with a checksum: a reader beside the writer may see a torn one."""
-
-    def to_bytes(self) -> bytes:
-        """As it lies in a board or a store."""
-        words = astuple(self)
-        data = struct.pack(f"<{len(words)}q", *words)
-        return data + struct.pack("<Q", zlib.crc32(data))
-
-    @classmethod
-    def of_bytes(cls: type[_Message], data: bytes) -> _Message | None:
-        """Back from `to_bytes`; None where it is torn or was never written."""
-        *words, checksum = struct.unpack(f"<{len(data) // 8 - 1}qQ", data)
-        return cls(*words) if checksum and zlib.crc32(data[:-8]) == checksum else None
-
-
-@dataclass(frozen=True)
-class Proposal(_Words):
+class Proposal(Words):
     """What the coordinator says.
 
     Attributes:
@@ -107,7 +87,7 @@ class Proposal(_Words):
 
 
 @dataclass(frozen=True)
-class Report(_Words):
+class Report(Words):
     """What a rank says, or several together.
 
     Attributes:

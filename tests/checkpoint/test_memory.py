@@ -361,7 +361,8 @@ def test_the_training_thread_does_nothing_for_a_snapshot_that_counts_and_nobody_
     told: list[tuple[bool, bool]] = []
 
     def tell(*_: object) -> None:
-        told.append((threading.current_thread() is threading.main_thread(), pool.occupancy.is_free))
+        taken = pool.occupancy.take(2, keep_newest=True)
+        told.append((threading.current_thread() is threading.main_thread(), taken is not None))
 
     pool.on_sealed = pool.on_counting = tell
     snapshot = pool.begin(live, 1, {})

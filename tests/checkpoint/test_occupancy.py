@@ -1,5 +1,7 @@
 """Which buffer a snapshot gets: none that is in use, and never the newest state for a snapshot in memory alone."""
 
+from functools import partial
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -7,6 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.memory_states import Left
 from cpsr.checkpoint.occupancy import Occupancy
+from cpsr.ranks.held import NONE, Held, held_by_all
+
+RANK = st.integers(0, 3)
 
 
 def name(index: int) -> str:
@@ -122,3 +127,127 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=60, deadline=None)
+
+
+class Ranks(RuleBasedStateMachine):
+    """Ranks that seal, skip and hear of each other as they can, and may be killed together at any moment."""
+
+    @initialize(ranks=st.integers(1, 4), count=st.integers(3, 5))
+    def begin(self, ranks: int, count: int) -> None:
+        self.ranks = [buffers(count) for _ in range(ranks)]
+        self.said: list[list[Held]] = [[] for _ in self.ranks]
+        self.late = [[0] * ranks for _ in self.ranks]  # how much of what another says a rank has not heard
+        self.iterations = [0] * ranks
+        self.copying: list[Snapshot | None] = [None] * ranks
+        self.sealing: list[list[Snapshot]] = [[] for _ in self.ranks]
+        self.seen = NONE
+        self.branch = 0
+        for rank, occupancy in enumerate(self.ranks):
+            occupancy.join(self.said[rank].append, partial(self.held, rank))
+
+    def held(self, rank: int, branch: int) -> Held:
+        heard = [said[-1 - min(late, len(said) - 1)] for said, late in zip(self.said, self.late[rank], strict=True)]
+        held = held_by_all(heard, branch)
+        self.seen = max(self.seen, held.newest)
+        return held
+
+    @rule(rank=RANK, pause=st.booleans())
+    def begins(self, rank: int, pause: bool) -> None:
+        """A snapshot is due; another one has been copied before."""
+        rank %= len(self.ranks)
+        self.copies(rank, fails=False)
+        self.iterations[rank] += 1
+        if pause:  # its adapter has failed
+            self.ranks[rank].skip(self.iterations[rank])
+        else:
+            self.copying[rank] = self.ranks[rank].take(self.iterations[rank], keep_newest=True, due=True)
+
+    @rule(rank=RANK, fails=st.booleans())
+    def copies(self, rank: int, fails: bool) -> None:
+        rank %= len(self.ranks)
+        occupancy, snapshot = self.ranks[rank], self.copying[rank]
+        if snapshot is None:
+            return
+        self.copying[rank] = None
+        if fails:
+            occupancy.release(snapshot)
+            return
+        occupancy.copied(snapshot)
+        occupancy.begin_seal(snapshot)
+        occupancy.release(snapshot)
+        self.sealing[rank].append(snapshot)
+
+    @rule(rank=RANK, works=st.sampled_from([True, True, True, False]))
+    def seals(self, rank: int, works: bool) -> None:
+        rank %= len(self.ranks)
+        if self.sealing[rank]:
+            self.ranks[rank].end_seal(self.sealing[rank].pop(0), sealed=works)
+
+    @rule(rank=RANK, snapshots=st.integers(1, 4))
+    def goes_on(self, rank: int, snapshots: int) -> None:
+        rank %= len(self.ranks)
+        for _ in range(snapshots):
+            self.begins(rank, pause=False)
+            self.copies(rank, fails=False)
+            while self.sealing[rank]:
+                self.seals(rank, works=True)
+
+    @rule(snapshots=st.integers(1, 2))
+    def all_go_on(self, snapshots: int) -> None:
+        for rank in range(len(self.ranks)):
+            while self.iterations[rank] < max(self.iterations):
+                self.goes_on(rank, 1)
+        for _ in range(snapshots):
+            for rank in range(len(self.ranks)):
+                self.goes_on(rank, 1)
+
+    @rule(rank=RANK, other=RANK, late=st.integers(0, 15))
+    def hears_late(self, rank: int, other: int, late: int) -> None:
+        self.late[rank % len(self.ranks)][other % len(self.ranks)] = late
+
+    @rule()
+    def hears_all(self) -> None:
+        for rank in range(len(self.ranks)):
+            self.late[rank] = [0] * len(self.ranks)
+            self.held(rank, self.branch)
+
+    @rule()
+    def go_back(self) -> None:
+        """All together, once what is under way has ended."""
+        for rank, occupancy in enumerate(self.ranks):
+            self.copies(rank, fails=True)
+            while self.sealing[rank]:
+                self.seals(rank, works=True)
+            self.iterations[rank] = min(self.iterations)
+            occupancy.rewind(self.iterations[rank])
+        self.branch, self.seen = self.branch + 1, NONE
+
+    @invariant()
+    def a_kill_leaves_what_any_rank_has_seen_on_all(self) -> None:
+        if self.seen >= 0:
+            for occupancy in self.ranks:
+                assert self.seen in occupancy.sealed_iterations
+
+    def teardown(self) -> None:
+        """Nothing starves: once all seal and hear again, each takes what is due, and it becomes common."""
+        if not hasattr(self, "ranks"):
+            return
+        last = max(self.iterations) + 1
+        self.hears_all()
+        for iteration in range(last, last + 6):
+            for rank, occupancy in enumerate(self.ranks):
+                self.copies(rank, fails=False)
+                while self.sealing[rank]:
+                    self.seals(rank, works=True)
+                self.iterations[rank] = iteration
+                self.copying[rank] = occupancy.take(iteration, keep_newest=True, due=True)
+            self.hears_all()
+        for rank in range(len(self.ranks)):
+            self.copies(rank, fails=False)
+            while self.sealing[rank]:
+                self.seals(rank, works=True)
+        assert [occupancy.common for occupancy in self.ranks] == [last + 5] * len(self.ranks)
+
+
+TestRanks = Ranks.TestCase
+TestRanks.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)

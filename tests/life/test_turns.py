@@ -1,12 +1,10 @@
-"""All ranks take the same snapshots and send the same ones, whatever their buffers and links do."""
+"""All ranks send the same snapshots, whatever their links do."""
 
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.life.memory_snapshots import Turns
 from cpsr.ranks.group import Ballot
 
@@ -15,10 +13,9 @@ ITERATIONS = 60
 
 @dataclass
 class Rank:
-    """One whose replicas take so many iterations each, and whose buffers are free as drawn."""
+    """One whose replicas take so many iterations each."""
 
     transfer_iterations: int
-    frees: list[bool]
     seal_iterations: int = 0
     deferred: bool = True
     iteration: int = 0
@@ -31,11 +28,7 @@ class Rank:
 
     def __post_init__(self) -> None:
         link = lambda: self.sealed_at <= self.iteration < self.until  # noqa: E731
-        self.turns = Turns(cast(Any, self), link, self.has_arrived, self.replicated, iteration=-1)
-
-    @property
-    def is_free(self) -> bool:
-        return self.frees[self.iteration]
+        self.turns = Turns(link, self.has_arrived, self.replicated, iteration=-1)
 
     def replicated(self, iteration: int | None) -> None:
         self.complete = iteration
@@ -48,7 +41,7 @@ class Rank:
 
     def decide(self) -> None:
         """Right after the step."""
-        if self.turns.may_take and self.turns.may_send(self.iteration):
+        if self.turns.may_send(self.iteration):
             assert self.iteration >= self.until, "the link has not sent the one before"
             self.sent.append(self.iteration)
             self.waiting.append(self.iteration)
@@ -73,8 +66,7 @@ class Rank:
 def test_every_rank_sends_the_same_snapshots_to_their_end(
     transfers: list[int], vote_every: int, snapshot_every: int, data: st.DataObject
 ) -> None:
-    frees = st.lists(st.booleans(), min_size=ITERATIONS, max_size=ITERATIONS)
-    ranks = [Rank(one, data.draw(frees), data.draw(st.integers(0, 3)), data.draw(st.booleans())) for one in transfers]
+    ranks = [Rank(one, data.draw(st.integers(0, 3)), data.draw(st.booleans())) for one in transfers]
     before = Ballot()
     for iteration in range(ITERATIONS):
         for rank in ranks:
@@ -84,13 +76,12 @@ def test_every_rank_sends_the_same_snapshots_to_their_end(
         if iteration % vote_every == 0:
             cast_now = [rank.turns.ballot() for rank in ranks]
             for rank in ranks:
-                rank.turns.read(iteration, before.blocked, before.busy, before.missing)
-            blocked, busy, missing = (any(votes) for votes in zip(*cast_now, strict=True))
-            before = Ballot(blocked=blocked, busy=busy, missing=missing)
+                rank.turns.read(iteration, before.busy, before.missing)
+            busy, missing = (any(votes) for votes in zip(*cast_now, strict=True))
+            before = Ballot(busy, missing)
         for rank in ranks:
             rank.begin()
         assert len({tuple(rank.sent) for rank in ranks}) == 1
-        assert len({rank.turns.may_take for rank in ranks}) == 1
         assert len({rank.complete for rank in ranks}) == 1
         sent = ranks[0].sent
         if len(sent) > 1:  # the next one is sent once the one before is complete, and that one is kept from then on
@@ -105,21 +96,21 @@ def live_alone(rank: Rank) -> None:
     for iteration in range(20):
         rank.iteration = iteration
         now = rank.turns.ballot()
-        rank.turns.read(iteration, before.blocked, before.busy, before.missing)
-        before = Ballot(blocked=now[0], busy=now[1], missing=now[2])
+        rank.turns.read(iteration, before.busy, before.missing)
+        before = Ballot(*now)
         rank.decide()
         rank.begin()
 
 
 def test_the_next_one_is_sent_soon_after_all_links_are_free() -> None:
-    rank = Rank(3, [True] * ITERATIONS)
+    rank = Rank(3)
     live_alone(rank)
     assert rank.sent == [0, 4, 8, 12, 16]
     assert rank.complete == 12  # what is sent last has not arrived
 
 
 def test_what_a_holder_refused_does_not_take_the_place_of_what_it_has() -> None:
-    rank = Rank(3, [True] * ITERATIONS, refused={8, 12, 16})
+    rank = Rank(3, refused={8, 12, 16})
     live_alone(rank)
     assert rank.sent == [0, 4, 8, 12, 16]
     assert rank.complete == 4
@@ -128,7 +119,7 @@ def test_what_a_holder_refused_does_not_take_the_place_of_what_it_has() -> None:
 def test_a_state_that_is_taken_later_than_it_was_due_is_kept_under_its_own_iteration() -> None:
     """As where the loop repeats a batch: the snapshot begins once all steps on that batch are done."""
     kept: list[int | None] = []
-    turns = Turns(Occupancy([("", None)] * 3), lambda: False, {3: True}.__contains__, kept.append)
+    turns = Turns(lambda: False, {3: True}.__contains__, kept.append)
     assert turns.may_send(1)
     for iteration in (1, 2, 3):
         turns.read(iteration, *turns.ballot())
@@ -139,7 +130,7 @@ def test_a_state_that_is_taken_later_than_it_was_due_is_kept_under_its_own_itera
 
 
 def test_after_a_roll_back_iterations_that_come_again_are_sent_again() -> None:
-    rank = Rank(1, [True] * ITERATIONS)
+    rank = Rank(1)
     rank.iteration = 30
     rank.decide()
     rank.begin()
