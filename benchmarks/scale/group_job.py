@@ -8,11 +8,14 @@ from pathlib import Path
 import torch.distributed as dist
 
 from cpsr.benchmarks.harness.ranks import join_ranks
-from cpsr.ranks.group import Ballot, Group
+from cpsr.ranks.agreement import Agreement
+from cpsr.ranks.group import Group
 
 __all__ = ["main"]
 
 ROUNDS = 30
+AGREEMENTS = 5
+STEPS, STEP_SECONDS = 20, 0.005  # before the last rank is asked to leave
 CONTENT = "x" * 400_000  # the commit record of 1,024 ranks
 
 
@@ -23,16 +26,16 @@ def main(run_dir: Path) -> dict[str, float] | None:
     started = time.perf_counter()
     group = Group()
     found = {"making a group": time.perf_counter() - started}
-    votes = group.votes()
     works: dict[str, Callable[[], object]] = {
         "barrier": group.barrier,
         "gathering a word of each": lambda: group.gather(f"{group.rank:020d}"),
         "broadcasting 400 kB": lambda: group.broadcast(CONTENT if group.rank == 0 else None),
-        "voting on snapshots": lambda: votes.exchange(Ballot()),
     }
     for name, work in works.items():
         found[name] = _median_seconds(work, group)
-    votes.finish()
+    agreed = [_agree_to_leave(group) for _ in range(AGREEMENTS)]
+    names = "opening an agreement", "from SIGTERM to the step to leave at", "a step, beside that"
+    found |= {name: statistics.median(seconds) for name, seconds in zip(names, zip(*agreed, strict=True), strict=True)}
     group.close()
     return found if dist.get_rank() == 0 else None
 
@@ -45,3 +48,24 @@ def _median_seconds(work: Callable[[], object], group: Group) -> float:
         work()
         samples.append(time.perf_counter() - started)
     return statistics.median(samples)
+
+
+def _agree_to_leave(group: Group) -> tuple[float, float, float]:
+    """Seconds of opening, from a request to the end of the step at which all leave, and of the end of other steps."""
+    group.barrier()
+    started, asked = time.perf_counter(), False
+    agreement = Agreement(group, lambda: asked, lambda: None)
+    opened, steps = time.perf_counter(), []
+    for _ in range(STEPS):
+        time.sleep(STEP_SECONDS)
+        began = time.perf_counter()
+        agreement.end_step()
+        steps.append(time.perf_counter() - began)
+    group.barrier()
+    began, asked = time.perf_counter(), group.rank == group.size - 1
+    while not agreement.end_step():
+        time.sleep(STEP_SECONDS)
+    leaves = time.perf_counter()
+    group.barrier()
+    agreement.close()
+    return opened - started, leaves - began, statistics.median(steps)
