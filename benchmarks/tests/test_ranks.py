@@ -66,10 +66,11 @@ def test_reshard(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_cadence_and_its_kills_lose_no_more_than_the_interval(tmp_path: Path) -> None:
     path, workdir = tmp_path / "cadence.json", tmp_path / "work"
-    cadence.main(path, cadence.Size(runs=1, pairs=2, kills=1), workdir=workdir)
+    cadence.main(path, cadence.Size(runs=1, rounds=2, kills=1), workdir=workdir)
     figures = left(path, workdir)
     assert len(figures["jobs"]) == 2 * len(cadence.INTERVALS)
     assert all(job["stall_seconds"][0] > 0 for job in figures["jobs"])
-    assert figures["aims"] == {"lost at most the interval, exactly": True}
+    assert all(job["copies_seconds"]["low"] <= job["copies_seconds"]["high"] for job in figures["jobs"])
+    assert figures["aims"]["lost at most the interval, exactly"]
     assert [kill["interval_iterations"] for kill in figures["kills"]] == [*cadence.INTERVALS, None]
     assert figures["kills"][-1]["restored_iteration"] % figures["checkpoint_iterations"] == 0
