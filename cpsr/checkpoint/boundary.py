@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from operator import is_
+from operator import attrgetter
 from typing import Any
 
 import numpy
@@ -13,7 +13,7 @@ import torch
 from cpsr.errors import SaveError
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.frozen_parameters import FrozenWeights, hash_of
-from cpsr.state.shard import Shard
+from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["DISTURBED", "BoundaryBuffers", "EarlierStep", "WriteWatch"]
 
@@ -162,6 +162,7 @@ DISTURBED = (
 )
 THOROUGH_SNAPSHOTS = 3  # of a life; later ones for host memory alone are watched by single elements
 ROWS_MAX = 1 << 16  # of a tensor that are looked at
+_VERSION = attrgetter("_version")
 _INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
@@ -184,7 +185,7 @@ class WriteWatch:
         self._copies: dict[object, Callable[[], None]] = {}  # under way, and what a change leads to
         self._looking = threading.RLock()  # a handler of a signal may dump while its thread looks
         self._watched = 0
-        self._sources: list[torch.Tensor] = []
+        self._operators: dict[str, OperatorState] = {}
         self._counted: list[torch.Tensor] = []
         self._elements: list[Any] = []
         self._rows: list[Any] = []
@@ -245,7 +246,9 @@ class WriteWatch:
         self, mark: tuple[list[int], bytes, list[int] | None], *, forward: bool, deadline: Deadline | None, wait: bool
     ) -> bool:
         versions, elements, sums = mark
-        changed = self._versions() != versions or b"".join(self._elements) != elements
+        changed = b"".join(self._elements) != elements
+        if not forward and not changed:  # versions only grow: they are looked at once
+            changed = self._versions() != versions
         if not changed and sums is not None:
             changed = self._sums() != sums
         if forward:
@@ -261,7 +264,7 @@ class WriteWatch:
             self._mark, self._sent = None, []
 
     def _versions(self) -> list[int]:
-        return [one._version for one in self._counted]
+        return [*map(_VERSION, self._counted)]
 
     def _sums(self) -> list[int]:
         return [int(numpy.add.reduce(rows)) for rows in self._rows]
@@ -285,10 +288,10 @@ class WriteWatch:
 
     def _prepare(self, shard: Shard) -> None:
         """Make views of what is looked at, where tensors were replaced."""
-        sources = [one.parameter.values for one in shard.operators.values()]
-        if len(sources) == len(self._sources) and all(map(is_, sources, self._sources)):
+        if shard.operators is self._operators:
             return
-        self._sources = sources
+        self._operators = shard.operators
+        sources = [one.parameter.values for one in shard.operators.values()]
         moments = [values for one in shard.operators.values() for values in one.moments.values()]
         self._counted = [one for one in (*sources, *moments) if not one.is_inference()]
         held = [one.parameter for one in shard.operators.values() if one.parameter.numel]

@@ -19,7 +19,7 @@ from cpsr.checkpoint.running_copy import Piece
 from cpsr.checkpoint.tensor_file import PlacedTensor, in_file_order, in_memory_order, placed_after
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.device_values import Arrival, Deadline, in_time
-from cpsr.state.shard import OperatorState, Shard
+from cpsr.state.shard import PRESENT, OperatorState, Shard
 
 __all__ = ["HostBuffer", "close_buffers", "make_buffers", "slab_size"]
 
@@ -39,6 +39,7 @@ class HostBuffer:
         content: all its bytes.
         held: what it holds of each part.
         memory: as given.
+        views: of all tensors in it, of whichever iteration.
     """
 
     def __init__(
@@ -63,11 +64,12 @@ class HostBuffer:
                 name,
                 replace(one.parameter, values=self._views[f"param/{name}"]),
                 {moment: self._views[f"moment/{moment}/{name}"] for moment in one.moments},
-                -1,
+                PRESENT,
             )
             for name, one in template.operators.items()
         }
         self._others = {name: self._views[f"other/{name}"] for name in template.others}
+        self.views = Shard(self._operators, self._others)
 
     def shard_of_parts(self, taken_at: Mapping[str, int]) -> Shard:
         """Views of this buffer with the template's names and shapes, each operator at the iteration of its part."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
-from operator import is_
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -24,7 +23,7 @@ from cpsr.checkpoint.tensor_file import bytes_of
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival, Deadline, in_time
-from cpsr.state.shard import Shard
+from cpsr.state.shard import OperatorState, Shard
 
 __all__ = ["CopyEngine", "CopyPlan", "Publish"]
 
@@ -149,7 +148,7 @@ def _end_of(tensor: torch.Tensor) -> int:
 
 
 # The sources of all plans, and the plans for each buffer by their key.
-_Plans = tuple[list[torch.Tensor], WeakKeyDictionary[Held, dict[int, CopyPlan]]]
+_Plans = tuple[dict[str, OperatorState], WeakKeyDictionary[Held, dict[int, CopyPlan]]]
 Publish = Callable[[], None]  # declares what is in a buffer complete, by one store
 
 
@@ -180,7 +179,7 @@ class CopyEngine:
         self._stream: torch.cuda.Stream | None = None
         if device is not None and weights_there:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's stub has no types
-        self._plans: _Plans = [], WeakKeyDictionary()
+        self._plans: _Plans = {}, WeakKeyDictionary()
         self._running: RunningCopy | None = None
         self._closed = False
 
@@ -212,9 +211,9 @@ class CopyEngine:
     def plan(
         self, held: Held, shard: Shard, make: Callable[[], Iterable[Piece]], key: int = 0, **between: int
     ) -> CopyPlan:
-        """The plan of copies into a buffer: as the last time, while the tensors are the same.
+        """The plan of copies into a buffer: as the last time, while the operators are the same.
 
-        An engine makes new views where a tensor was replaced, or lies elsewhere.
+        An engine makes new ones where a tensor was replaced, or lies elsewhere; nobody changes these.
 
         Args:
             held: what the buffer holds.
@@ -223,11 +222,9 @@ class CopyEngine:
             key: of several plans for one buffer.
             between: `begin` and `end` of `CopyPlan`.
         """
-        operators = shard.operators.values()
-        sources = [values for one in operators for values in (one.parameter.values, *one.moments.values())]
         known, plans = self._plans  # another thread may replace them
-        if len(sources) != len(known) or not all(map(is_, sources, known)):
-            _, plans = self._plans = sources, WeakKeyDictionary()  # all: plans keep the memory of what was replaced
+        if shard.operators is not known:
+            _, plans = self._plans = shard.operators, WeakKeyDictionary()  # plans keep the memory of what was replaced
         own = plans.setdefault(held, {})
         if key not in own:
             own[key] = CopyPlan(make(), held, **between)
@@ -331,11 +328,8 @@ class CopyEngine:
 
         return in_time(wait)
 
-    def finish(self, running: RunningCopy) -> Any:
+    def finish(self, running: RunningCopy) -> None:
         """Wait until everything is here; on the training thread, before it changes the sources.
-
-        Returns:
-            The small state.
 
         Raises:
             SaveError: the sources have changed.
@@ -343,7 +337,7 @@ class CopyEngine:
         """
         try:
             running.mark_needed()
-            scalars = running.result()
+            running.result()
             if self.writes.look(forward=False):
                 raise SaveError(DISTURBED)
         except BaseException:
@@ -353,7 +347,6 @@ class CopyEngine:
             self.writes.end(self)
             self._running = None
         running.confirm(unchanged=True)
-        return scalars
 
     def _take_back(self, on_disturbed: Callable[[], None]) -> None:
         """The running copy is not that of one state; a copy in waits goes on without them."""

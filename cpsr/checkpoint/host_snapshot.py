@@ -1,9 +1,9 @@
 """One snapshot in host memory, and what it holds of each operator."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 
@@ -73,15 +73,51 @@ def _without(shard: Shard, names: frozenset[str]) -> Shard:
 WHOLE = Contents()
 
 
+_Value = TypeVar("_Value")
+
+
+class _Later(Generic[_Value]):
+    """An attribute that may be set to a function; that makes the value when somebody asks for it, once.
+
+    Args:
+        default: value of a new object; without one it must be given.
+    """
+
+    def __init__(self, *default: _Value) -> None:
+        self._default = default
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = f"_{name}"
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> _Value: ...
+
+    @overload
+    def __get__(self, instance: object, owner: type) -> _Value: ...
+
+    def __get__(self, instance: object | None, owner: type) -> _Value:
+        if instance is None:
+            if not self._default:
+                raise AttributeError  # the field has no default
+            return self._default[0]
+        value = vars(instance)[self._name]
+        if callable(value):
+            value = vars(instance)[self._name] = value()
+        made: _Value = value
+        return made
+
+    def __set__(self, instance: object, value: _Value | Callable[[], _Value]) -> None:
+        vars(instance)[self._name] = value
+
+
 @dataclass(eq=False)
 class Snapshot:
     """One rank's state at one iteration, in host memory.
 
     Attributes:
         iteration: iteration at which it was taken.
-        shard: views into one host buffer; empty until `SnapshotPool.finish` returned.
-        scalars: plain data, a copy of its own; None until `SnapshotPool.finish` returned.
-        encoded: the scalars as `cpsr.state.codec.encode` gives them; None where they have to be encoded.
+        shard: views into one host buffer, for after `SnapshotPool.finish`; made when somebody asks for them.
+        scalars: plain data, a copy of its own; likewise.
         stall_seconds: how long this snapshot has kept the training from its work so far, without the wait for steps
             that a GPU had still to compute.
         copy_seconds: how long the asynchronous copy itself took.
@@ -93,14 +129,14 @@ class Snapshot:
         replicate: whether it goes to other machines.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
         settled: it is sealed, and offered to other machines where it goes there, or never will be.
+        encoded: the scalars as `cpsr.state.codec.encode` gives them; None where a device has a part of them.
         place: number of its buffer in the pool.
         hashed: of its buffer, once it is sealed: address of some memory -> its length, and the hashes of its MiB.
     """
 
     iteration: int
-    shard: Shard
-    scalars: Any = None
-    encoded: tuple[Any, dict[str, torch.Tensor]] | None = None
+    shard: _Later[Shard] = _Later()
+    scalars: _Later[Any] = _Later(None)
     stall_seconds: float = 0.0
     copy_seconds: float = 0.0
     overlap_seconds: float = 0.0
@@ -111,6 +147,7 @@ class Snapshot:
     replicate: bool = True
     sealed: "Future[bool] | None" = None
     settled: bool = False
+    encoded: tuple[Any, dict[str, torch.Tensor]] | None = None
     place: int = -1
     hashed: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ whose writer died. Where experts take turns, each is a part with hashes of its o
 the snapshot before, and is not hashed again.
 """
 
+import ctypes
 import errno
 import json
 import logging
@@ -40,7 +41,15 @@ from cpsr.checkpoint.memory_states import (
     write_at,
 )
 from cpsr.checkpoint.parts import Held, Parts
-from cpsr.checkpoint.tensor_file import LENGTH_BYTES, PlacedTensor, header_of, image_of, members_of
+from cpsr.checkpoint.tensor_file import (
+    LENGTH_BYTES,
+    PlacedTensor,
+    bytes_of,
+    header_of,
+    image_of,
+    in_file_order,
+    members_of,
+)
 from cpsr.state.codec import SCALARS, encode
 from cpsr.state.shard import Shard
 
@@ -51,6 +60,8 @@ logger = logging.getLogger(__name__)
 # A killed process of many gigabytes takes some seconds to end; workers of torch's data loaders, if one has a lock
 # after all, end within 5 s of their parent.
 LOCK_SECONDS = 10.0
+
+COPIED_BYTES = 1 << 14  # of a tensor of the small state; a view of a larger one takes less time than its copy
 
 
 class MemoryFile:
@@ -93,6 +104,7 @@ class MemoryFile:
                 os.ftruncate(self._descriptor, size.bytes)
             # Allocates the memory now: writing to a page that cannot be allocated ends the process (SIGBUS).
             os.posix_fallocate(self._descriptor, 0, size.bytes)
+            self._file_bytes = os.fstat(self._descriptor).st_size
             shared = mmap.MAP_SHARED | mmap.MAP_POPULATE  # no page faults are left for the training thread
             self._map = mmap.mmap(self._descriptor, size.bytes, flags=shared)
         except OSError as error:
@@ -103,6 +115,8 @@ class MemoryFile:
         self._whole = Parts([("other/all", 0, size.buffer_bytes)], size.buffer_bytes)
         self._described_of: tuple[object, ...] | None = None
         self._constant: tuple[bytes, dict[str, str]] = b"", {}
+        self._image_form: object = None
+        self._image_header = b""
         # Of the whole mapping: a buffer of no bytes is none to torch.
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         self.bytes = whole[size.header_bytes :]
@@ -121,19 +135,18 @@ class MemoryFile:
         """Invalidate the state in the buffer, until `seal`."""
         self._length[0], self.iteration, self.left = 0, -1, None
 
-    def seal(self, *given: Any, **named: Any) -> None:
-        """Declare the written state complete; see `prepare`."""
-        self.prepare(*given, **named)()
+    def seal(self, kind: Kind, shard: Shard, iteration: int, scalars: Any, owned: str = "") -> None:
+        """Declare the written state complete, with these scalars as plain data; see `prepare`."""
+        self.prepare(kind, shard, iteration, encode(scalars, prefix=SCALARS), owned)()
 
     def prepare(
         self,
         kind: Kind,
         shard: Shard,
         iteration: int,
-        scalars: Any,
+        encoded: tuple[Any, dict[str, torch.Tensor]],
         owned: str = "",
         held: Held | None = None,
-        encoded: tuple[Any, dict[str, torch.Tensor]] | None = None,
     ) -> Callable[[], None]:
         """Write all that describes the state in the buffer.
 
@@ -141,10 +154,9 @@ class MemoryFile:
             kind: see `MemoryState`.
             shard: views into this buffer.
             iteration: iteration of the state.
-            scalars: plain data (see `cpsr.state.codec.encode`).
+            encoded: the small state as `cpsr.state.codec.encode` gives it.
             owned: see `MemoryState`.
             held: iterations and hashes of the buffer's parts; None: all of it is of that iteration, and hashed now.
-            encoded: the scalars, where they are encoded already.
 
         Returns:
             Declares it complete, by one store.
@@ -154,7 +166,7 @@ class MemoryFile:
             OSError: shared memory is full; likewise.
         """
         self.unseal()
-        tree, tensors = encoded or encode(scalars, prefix=SCALARS)
+        tree, tensors = encoded
         if held is None:
             held = Held(self._whole, self.bytes)
             held.fill(held.parts.names, iteration)
@@ -163,7 +175,15 @@ class MemoryFile:
         hashes = [held.digests[segment].hex() for segment in held.parts.segments]
         stamp = {**self._memory.stamp, "kind": kind, "iteration": str(iteration), "owned": owned}
         index = index | stamp | {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
-        return self._put(index, members, [run.data for run in image_of(tensors)], json.dumps(tree).encode())
+        return self._put(index, members, self._image(tensors), json.dumps(tree).encode())
+
+    def _image(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
+        """The small state's tensors as a file; its header is made anew where their names or forms change."""
+        ordered = in_file_order(tensors)
+        form = [(name, one.dtype, one.shape) for name, one in ordered.items()]
+        if form != self._image_form:
+            self._image_form, self._image_header = form, image_of(ordered)[0].tobytes()
+        return b"".join([self._image_header, *map(_content_of, ordered.values())])
 
     def restamp(self) -> MemoryState:
         """Make the sealed state one of this life. A kill meanwhile leaves it unsealed.
@@ -185,17 +205,17 @@ class MemoryFile:
         assert state is not None
         return state
 
-    def _put(
-        self, index: Mapping[str, str], members: bytes, image: list[memoryview], tree: bytes
-    ) -> Callable[[], None]:
+    def _put(self, index: Mapping[str, str], members: bytes, image: bytes, tree: bytes) -> Callable[[], None]:
         """Write the small state and the header; returns what declares the state complete."""
-        placed = [_raw("small/tensors", self.size.buffer_bytes, sum(run.nbytes for run in image))]
+        placed = [_raw("small/tensors", self.size.buffer_bytes, len(image))]
         placed += [_raw("small", placed[0].end, len(tree))]
         end = self.size.header_bytes + placed[-1].end
         # It does not shrink: another process may have it mapped.
-        rest = max(0, os.fstat(self._descriptor).st_size - end)
-        behind = b"".join([*image, tree, bytes(rest)])
-        os.posix_fallocate(self._descriptor, self.size.bytes, len(behind))
+        rest = max(0, self._file_bytes - end)
+        behind = b"".join([image, tree, bytes(rest)])
+        if end > self._file_bytes:
+            os.posix_fallocate(self._descriptor, self.size.bytes, len(behind))
+            self._file_bytes = end
         write_at(self._descriptor, behind, self.size.bytes)
         placed += [_padding(placed[-1].end, rest)] if rest else []
         index = {**index, "buffer_bytes": str(self.size.buffer_bytes), "file_bytes": str(self.size.bytes + len(behind))}
@@ -342,6 +362,13 @@ class SharedMemory:
             f"{missing} bytes are missing in {directory}, {shared_memory_left(directory)} can be taken beside what is "
             "left to others: enlarge it (docker: --shm-size), or set checkpoint.shared_memory to false"
         )
+
+
+def _content_of(tensor: torch.Tensor) -> bytes | memoryview:
+    """The memory of a contiguous tensor on the host."""
+    if tensor.nbytes > COPIED_BYTES:
+        return bytes_of(tensor).data
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
 
 
 def _padding(first: int, size: int) -> PlacedTensor:

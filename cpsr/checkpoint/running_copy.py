@@ -11,8 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -74,19 +73,11 @@ class RunningCopy:
         """Whether `is_sent` before the deadline."""
         return in_time(lambda: deadline.wait_for(lambda: self.is_sent, "a copy"))
 
-    @property
-    def encoded(self) -> tuple[Any, dict[str, Any]] | None:
-        """The small state as `cpsr.state.codec.encode` gives it; None where a device had a part of it."""
-        return None if self._small is None else self._small.encoded
-
-    def result(self, deadline: Deadline | None = None) -> Any:
+    def result(self, deadline: Deadline | None = None) -> None:
         """Wait until everything is here; from any thread, any number of times.
 
         Args:
             deadline: for the device alone: copies on the host come to their end by themselves.
-
-        Returns:
-            The small state.
 
         Raises:
             SaveError: the device hangs, and the deadline has passed.
@@ -95,14 +86,8 @@ class RunningCopy:
         self.seconds = self._copy_seconds(deadline)
         if self._arrival is not None:
             self._arrival.wait("the copy of the buffers", deadline)
-        if self._small is None:
-            return None
-        self._small.wait(deadline)
-        return self._scalars
-
-    @cached_property
-    def _scalars(self) -> Any:
-        return None if self._small is None else self._small.tree()
+        if self._small is not None:
+            self._small.wait(deadline)
 
     def _copy_seconds(self, deadline: Deadline | None) -> float:
         """Wait until weights and moments are here; returns the seconds that their copy took."""

@@ -20,7 +20,7 @@ from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
-from cpsr.state.codec import SmallState
+from cpsr.state.codec import SCALARS, SmallState, encode
 from cpsr.state.device_values import Deadline
 from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.shard import Shard
@@ -150,7 +150,10 @@ class SnapshotPool:
         return snapshot
 
     def _start(self, snapshot: Snapshot, shard: Shard, small: SmallState) -> None:
-        self._buffers[snapshot.place].copy_others(shard)
+        buffer = self._buffers[snapshot.place]
+        buffer.copy_others(shard)
+        snapshot.shard, snapshot.scalars = partial(buffer.shard_of_parts, snapshot.taken_at), small.tree
+        snapshot.encoded = small.encoded
         plan = partial(self._plan, snapshot, shard)
         early = not snapshot.replicate  # what another machine has got cannot be taken back
         copy = self.engine.start(
@@ -167,9 +170,8 @@ class SnapshotPool:
             self.seal(snapshot, copied=copy)
 
     def _plan(self, snapshot: Snapshot, shard: Shard) -> CopyPlan:
-        """Where the copies are made, which also makes the snapshot's views of its buffer."""
+        """Where the copies are made."""
         buffer = self._buffers[snapshot.place]
-        snapshot.shard = buffer.shard_of_parts(snapshot.taken_at)
         return self.engine.plan(buffer.held, shard, partial(buffer.pairs, shard))
 
     def finish(self) -> Snapshot | None:
@@ -188,8 +190,7 @@ class SnapshotPool:
         snapshot, running = self._running
         self._running = None
         try:
-            snapshot.scalars = self.engine.finish(running)
-            snapshot.encoded = running.encoded
+            self.engine.finish(running)
         except Exception as error:
             self._unseal(snapshot)
             self._give_up(snapshot)
@@ -235,19 +236,19 @@ class SnapshotPool:
     def _prepare(self, snapshot: Snapshot, kind: Kind, copied: RunningCopy | None) -> Publish | None:
         """In the engine's thread: carry over what the snapshot has left out, and describe all of it."""
         buffer = self._buffers[snapshot.place]
-        file, held, encoded = buffer.memory, buffer.held, None
+        file, held = buffer.memory, buffer.held
         assert file is not None
         try:
             if copied is not None:
-                snapshot.scalars, encoded = copied.result(), copied.encoded
+                copied.result()
             if not snapshot.taken_at:  # it was loaded, not copied
                 held.fill_loaded(snapshot.shard, snapshot.iteration)
                 snapshot.taken_at = dict(held.taken_at)
             held.fill(snapshot.copied_parts, snapshot.iteration)
             if snapshot.source is not None:
                 held.carry(snapshot.taken_at, self._buffers[snapshot.source].held)
-            state = snapshot.shard, snapshot.iteration, snapshot.scalars
-            publish = file.prepare(kind, *state, held=held, encoded=encoded)
+            encoded = encode(snapshot.scalars, prefix=SCALARS) if snapshot.encoded is None else snapshot.encoded
+            publish = file.prepare(kind, buffer.views, snapshot.iteration, encoded, held=held)
             snapshot.hashed = held.by_address()
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
@@ -356,7 +357,7 @@ class SnapshotPool:
             running = None
         try:
             if running is not None:
-                running[0].scalars = running[1].result(deadline)
+                running[1].result(deadline)
             # For others the device is not waited for: it may hang, and the dump needs the time.
             if self.engine.writes.look(forward=False, deadline=deadline, wait=running is not None) or running is None:
                 return
@@ -378,13 +379,15 @@ class SnapshotPool:
         if snapshot is None:
             raise SaveError("every host buffer is in use or has the newest snapshot")
         try:
-            self._buffers[snapshot.place].copy_others(Shard({}, others))
+            buffer = self._buffers[snapshot.place]
+            buffer.copy_others(Shard({}, others))
+            snapshot.shard, snapshot.scalars = partial(buffer.shard_of_parts, snapshot.taken_at), small.tree
             running = self.engine.copy_now(partial(self._plan, snapshot, shard), small)
         except BaseException:
             self.occupancy.release(snapshot)
             raise
         try:
-            snapshot.scalars = running.result(deadline)
+            running.result(deadline)
         except BaseException:
             self._late.append((snapshot, running))  # the device may still write there
             raise

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from cpsr.checkpoint.manifest import OperatorRecord
@@ -71,7 +72,7 @@ class WriteAssignment:
         self._ranks = tuple(rank for rank in experts if gathered[rank][0] == rest)
         holders = {name: mine[name].holders if name in mine else len(self._ranks) for name in shard.operators}
         self.replicated: Mapping[str, OperatorRecord] = {
-            name: operator_record(one).described for name, one in shard.operators.items() if holders[name] > 1
+            name: _described(one) for name, one in shard.operators.items() if holders[name] > 1
         }
         self._expert_writers = {name: owner.rank for name, owner in mine.items() if owner.rank != group.rank}
         self._written = {
@@ -119,6 +120,10 @@ def _owners(experts: Mapping[int, _Experts]) -> dict[tuple[str, str], _Owner]:
     return found
 
 
+def _described(operator: OperatorState) -> OperatorRecord:
+    return operator_record(replace(operator, iteration=0)).described
+
+
 def _hash(operators: Iterable[OperatorState]) -> str:
-    described = {one.name: operator_record(one).described.model_dump() for one in operators}
+    described = {one.name: _described(one).model_dump() for one in operators}
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -18,16 +19,12 @@ from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
 from cpsr.engines.naming import Rename, module_identity, named_buffers, parameter_names, plain_name, tensor_identity
 from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
-from cpsr.engines.optimizer_state import (
-    OptimizerState,
-    Updated,
-    hyperparameters,
-    learning_rate,
-    load_hyperparameters,
-)
+from cpsr.engines.optimizer_state import OptimizerState, hyperparameters, learning_rate, load_hyperparameters
 from cpsr.engines.schedules import Schedules
+from cpsr.engines.state_layout import StateLayout
+from cpsr.engines.updated_tensor import Updated
 from cpsr.state.frozen_parameters import FrozenPlace
-from cpsr.state.shard import OperatorState, ParamSlice, Shard
+from cpsr.state.shard import PRESENT, OperatorState, ParamSlice, Shard
 
 __all__ = [
     "EngineAdapter",
@@ -207,6 +204,8 @@ class EngineAdapter(ABC):
         self._absent: frozenset[int] = frozenset()  # ids of the parameters of which this rank holds nothing
         self._state = OptimizerState(self.optimizers)
         self._module_state = ModuleState(module, rename)
+        self._views: tuple[StateLayout, dict[str, OperatorState]] | None = None
+        self._others: tuple[list[torch.Tensor], list[torch.nn.Parameter]] = [], []  # see `_outside`
 
     # What a rank saves of its engine, and how it comes back
 
@@ -236,21 +235,32 @@ class EngineAdapter(ABC):
     def shard(self, to_fill: bool = False) -> Shard:
         """Views of this rank's state. State that an optimizer has still to create is zeros, which cannot be written.
 
-        Take them anew after the optimizer has loaded a state dict, or the user's own `load_checkpoint` has run.
+        The same operators, whose `iteration` is -1, until the engine has other tensors. Take them anew after the
+        optimizer has loaded a state dict, or the user's own `load_checkpoint` has run.
 
         Args:
             to_fill: for a restart: memory in the place of absent state. `load_scalars` then makes it the optimizer's
-                where it was saved, and drops it where it was absent.
+                where it was saved, and drops it where it was absent. The operators are the caller's own.
 
         Raises:
             UnsupportedEngineError: an optimizer, offload or wrapper keeps state out of sight; the message names it.
         """
-        iteration, operators = self.iteration, {}
+        operators = self._operators(to_fill=True) if to_fill else self._known_operators()
+        return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
+
+    def _known_operators(self) -> dict[str, OperatorState]:
+        layout = self._state.layout(self._updated())
+        if self._views is None or self._views[0] is not layout:
+            self._views = layout, self._operators(to_fill=False)
+        return self._views[1]
+
+    def _operators(self, *, to_fill: bool) -> dict[str, OperatorState]:
+        operators = {}
         for name, updated, owned, place in self._owned():
             if id(updated.master) not in self._absent:
                 values, moments = self._state.views(name, updated, owned, to_fill=to_fill)
-                operators[name] = OperatorState(name, ParamSlice(values, *place), moments, iteration)
-        return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
+                operators[name] = OperatorState(name, ParamSlice(values, *place), moments, PRESENT)
+        return operators
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Views of this rank's parts of the parameters outside the optimizers, without looking at anything else."""
@@ -413,8 +423,12 @@ class EngineAdapter(ABC):
 
     def _outside(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The other ones, with their names."""
-        trained = {id(parameter) for parameter in self._trained()}
-        return ((self._names[id(one)], one) for one in self._parameters if id(one) not in trained)
+        trained, (before, others) = list(self._trained()), self._others
+        if len(trained) != len(before) or not all(map(is_, trained, before)):
+            ids = set(map(id, trained))
+            others = [one for one in self._parameters if id(one) not in ids]
+            self._others = trained, others
+        return ((self._names[id(one)], one) for one in others)
 
     @abstractmethod
     def _held(self, parameter: torch.nn.Parameter) -> torch.Tensor:

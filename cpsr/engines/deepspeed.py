@@ -34,7 +34,7 @@ from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps, can_leave_ou
 from cpsr.engines.deepspeed_traffic import DeepSpeedTraffic
 from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.moe.deepspeed import EngineMixture, expert_names
-from cpsr.engines.optimizer_state import Updated
+from cpsr.engines.updated_tensor import Updated
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen_parameters import FrozenPlace
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpsr.engines.naming import Rename, named_buffers, plain_name, state_dict_of
+from cpsr.engines.naming import NamedBuffers, Rename, named_buffers, plain_name, state_dict_of
 from cpsr.engines.optimizer_entry import flat_view
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
@@ -43,6 +43,8 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, rename: Rename = plain_name) -> None:
         self._module, self._rename = module, rename
+        self._named = NamedBuffers(module, rename)
+        self._as_built: dict[str, torch.Tensor] | None = None  # buffers, where all have the layouts of the first call
         self._layouts: dict[str, _Layout] | None = None
         self._names: set[str] = set()  # of all buffers at that time, also where they are None
         self._room: dict[str, torch.Tensor] = {}
@@ -66,11 +68,12 @@ class ModuleState:
         Raises:
             UnsupportedEngineError: a buffer whose elements share memory; the message names it.
         """
-        found = named_buffers(self._module, self._rename)
+        found = self._named.present()
         if self._layouts is None:
             self._layouts = {name: _layout(one) for name, one in found.items()}
             self._names = {self._rename(name) for name, _ in _buffer_places(self._module)}
-        elif found.keys() == self._layouts.keys() and all(_layout(found[k]) == v for k, v in self._layouts.items()):
+        if found is self._as_built or {name: _layout(one) for name, one in found.items()} == self._layouts:
+            self._as_built = found
             return found
         return {name: self._placed(name, found.get(name), to_fill) for name in self._layouts}
 
@@ -84,7 +87,9 @@ class ModuleState:
             UnsupportedEngineError: an entry is not plain data, or a restarted script will have no place for a buffer;
                 the message names it.
         """
-        found, more = named_buffers(self._module, self._rename), self._more()
+        found, more = self._named.present(), self._more()
+        if found is self._as_built and not more:
+            return None
         layouts = {name: _layout(one) for name, one in found.items()} if self._layouts is None else self._layouts
         moved = {name: one for name, one in found.items() if layouts.get(name) != _layout(one)}
         for name in sorted(moved.keys() - self._names):

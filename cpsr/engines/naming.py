@@ -1,6 +1,8 @@
 """Names and identities of a module's tensors, the same on every start."""
 
 from collections.abc import Callable
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.state.frozen_parameters import FrozenPlace
 
 __all__ = [
+    "NamedBuffers",
     "Rename",
     "module_identity",
     "named_buffers",
@@ -20,6 +23,10 @@ __all__ = [
 ]
 
 _COMPILED = "_orig_mod."  # torch.compile puts this into every name
+
+_MODULES, _BUFFERS = attrgetter("_modules"), attrgetter("_buffers")
+_LAYOUT, _STRIDE = attrgetter("shape", "dtype", "device"), torch.Tensor.stride
+_NAMING = ("named_buffers", "named_modules", "_named_members")
 
 # From a tensor's name in a rank's own module to the one that it is saved by.
 Rename = Callable[[str], str]
@@ -50,6 +57,55 @@ def named_buffers(module: torch.nn.Module, rename: Rename = plain_name) -> dict[
             )
         buffers[rename(name)] = local(buffer)
     return buffers
+
+
+class NamedBuffers:
+    """`named_buffers` of one module, made anew only where its modules or buffers are not those of the last time.
+
+    Args:
+        module: whose buffers they are.
+        rename: gives their names.
+    """
+
+    def __init__(self, module: torch.nn.Module, rename: Rename = plain_name) -> None:
+        self._module, self._rename = module, rename
+        self._parts: list[torch.nn.Module] = []
+        self._made_of: tuple[list[Any], ...] | None = None
+        self._values: list[Any] = []  # modules and buffers
+        self._buffers: list[torch.Tensor] = []
+        self._found: dict[str, torch.Tensor] = {}
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """See `named_buffers`; the same dict while nothing has changed."""
+        if self._made_of is None or not self._same():
+            self._found = named_buffers(self._module, self._rename)
+            self._parts = list(self._module.modules())
+            plain = not any(map(is_distributed, self._module.buffers())) and all(map(_as_torch, self._parts))
+            dicts = self._dicts()
+            self._values = [*chain.from_iterable(map(dict.values, dicts))]
+            self._buffers = [one for one in self._values if isinstance(one, torch.Tensor)]
+            self._made_of = self._described(dicts) if plain else None
+        return self._found
+
+    def _dicts(self) -> list[dict[str, Any]]:
+        return [*map(_MODULES, self._parts), *map(_BUFFERS, self._parts)]
+
+    def _described(self, dicts: list[dict[str, Any]]) -> tuple[list[Any], ...]:
+        buffers = self._buffers
+        layouts = [*map(torch.Tensor.data_ptr, buffers), *map(_LAYOUT, buffers), *map(_STRIDE, buffers)]
+        return [*map(len, dicts)], [*chain.from_iterable(dicts)], layouts
+
+    def _same(self) -> bool:
+        dicts = self._dicts()
+        values = [*chain.from_iterable(map(dict.values, dicts))]
+        same = len(values) == len(self._values) and all(map(is_, values, self._values))
+        return same and self._described(dicts) == self._made_of
+
+
+def _as_torch(part: torch.nn.Module) -> bool:
+    """Whether it names its buffers as torch does."""
+    own, kind = vars(part), type(part)
+    return all(name not in own and getattr(kind, name) is getattr(torch.nn.Module, name) for name in _NAMING)
 
 
 def state_dict_of(module: torch.nn.Module) -> dict[str, Any]:

@@ -23,7 +23,7 @@ import torch
 from cpsr.engines.distributed_tensors import is_distributed, local
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import encode
-from cpsr.state.device_values import DeviceValues, number
+from cpsr.state.device_values import DeviceValues
 
 __all__ = [
     "Form",
@@ -83,6 +83,7 @@ class StateEntry:
                 raise self._refused("its state", entry)
             self.form = ["dict", type(entry) is OrderedDict, [[key, self._form_of(key, entry[key])] for key in entry]]
         self.kinds = tuple(kind for _, kind in self._numbers.values())
+        self._addresses = [_address(one) for one in self.tensors.values()]
         self.key = json.dumps(self.form)
 
     def same(self) -> bool:
@@ -91,26 +92,14 @@ class StateEntry:
         return entry is None or (
             len(entry) == len(self._kept) + len(self._numbers)
             and all(map(is_, map(entry.get, self._kept, repeat(_ABSENT)), self._kept.values()))
+            and all(_number_kind(entry.get(key)) == kind for key, kind in self._numbers.values())
+            and self._addresses == [_address(one) for one in self.tensors.values()]
         )
 
-    def numbers(self, *, on_device: bool = False) -> dict[str, Any] | None:
-        """The numbers by path; None where one has another type than it had.
-
-        Args:
-            on_device: leave those of a CUDA device there, as `DeviceNumber`s.
-        """
-        found: dict[str, Any] = {}
-        for path, (key, kind) in self._numbers.items():
-            value = self.entry.get(key)
-            if isinstance(value, torch.Tensor):  # this runs at every step of a GPU
-                if value.dim() or (value.dtype, value.device) != kind:
-                    return None
-                found[path] = number(value, on_device=on_device)
-            elif type(value) is kind:
-                found[path] = value
-            else:
-                return None
-        return found
+    @property
+    def number_paths(self) -> dict[Any, str]:
+        """Paths of the numbers, by their keys."""
+        return {key: path for path, (key, _) in self._numbers.items()}
 
     def scalar(self, path: str) -> Any:
         """The number's own object: a tensor without dimensions, or a Python number; None where there is none."""
@@ -230,7 +219,7 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def outside_state(
-    optimizer: torch.optim.Optimizer, attributes: Collection[str], device: torch.device
+    optimizer: torch.optim.Optimizer, attributes: Collection[str], device: torch.device, entries: int
 ) -> dict[str, Any] | None:
     """What an optimizer keeps beside its entries, as plain data with tensors; None where there is nothing.
 
@@ -238,9 +227,11 @@ def outside_state(
         optimizer: torch's.
         attributes: names of numbers among its own attributes that have changed.
         device: of the parameters.
+        entries: how many entries of its state are of tensors that it updates.
     """
+    beside = optimizer.state.items() if len(optimizer.state) > entries else ()
     found: dict[str, Any] = {
-        "state": {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)},
+        "state": {key: value for key, value in beside if not isinstance(key, torch.Tensor)},
         "attributes": {key: getattr(optimizer, key) for key in sorted(attributes)},
         "more": {},
     }
@@ -299,6 +290,10 @@ def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
             "no zero-copy view; make it contiguous before building the optimizer"
         )
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return (local(tensor) if is_distributed(tensor) else tensor).data_ptr()
 
 
 def _name(dtype: torch.dtype) -> str:

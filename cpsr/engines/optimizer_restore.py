@@ -15,7 +15,8 @@ import torch
 
 from cpsr.engines.distributed_tensors import is_distributed, local, split_as
 from cpsr.engines.optimizer_entry import Form, dtype_of, flat_view, number_of, place_of, put_together, tree_from
-from cpsr.engines.optimizer_state import Known, OptimizerState, Updated, group_sizes, optimizers_of
+from cpsr.engines.optimizer_state import OptimizerState
+from cpsr.engines.updated_tensor import Known, Updated, group_sizes, optimizers_of
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.codec import same
 

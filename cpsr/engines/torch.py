@@ -14,7 +14,6 @@ from cpsr.engines.distributed_tensors import FullySharded, local, part_of
 from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.moe.token_counts import MixtureOfExperts, ModuleMixture
-from cpsr.engines.optimizer_state import Updated
 from cpsr.engines.schedules import advance_scaler, scaler_state
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_refusals import (
@@ -25,6 +24,7 @@ from cpsr.engines.torch_refusals import (
     unwrapped,
     wrapper_of,
 )
+from cpsr.engines.updated_tensor import Updated
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.state.frozen_parameters import FrozenPlace
 

@@ -18,7 +18,7 @@ from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.experts.memory_turns import CopyBudget
 from cpsr.replay.schedule import WindowLayout
-from cpsr.state.codec import SmallState
+from cpsr.state.codec import SCALARS, SmallState, encode
 from cpsr.state.shard import Shard
 
 __all__ = ["FILES", "FILES_WITH_PEERS", "Recorder", "Window"]
@@ -284,7 +284,9 @@ class Recorder:
             scalars = {"start": start, "last": window.last, "outcomes": outcomes, "life": self._life}
             window.held.taken_at = window.layout.taken_at(window.first)
             views = window.layout.shard(window.slot.file.bytes)
-            publish = window.slot.file.prepare("window", views, window.first, scalars, held=window.held)
+            publish = window.slot.file.prepare(
+                "window", views, window.first, encode(scalars, prefix=SCALARS), held=window.held
+            )
         except Exception as error:  # noqa: BLE001 - training goes on without this window
             self._drop(window, f"it could not be sealed: {error}")
             return None

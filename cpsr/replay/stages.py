@@ -28,6 +28,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.job import Job
+from cpsr.state.codec import SCALARS, encode
 from cpsr.state.device_values import Arrival
 from cpsr.state.shard import Shard
 
@@ -183,7 +184,9 @@ class StageLogs:
         try:
             if copied is not None:
                 copied.wait("its copies")
-            return slot.file.prepare("upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, scalars)
+            return slot.file.prepare(
+                "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, encode(scalars, prefix=SCALARS)
+            )
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
             return None

@@ -2,6 +2,7 @@
 
 import base64
 import copy
+from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,9 +27,13 @@ __all__ = [
 
 SCALARS = "scalars"  # the names of a small state's tensors begin with it, in memory and in files
 _TAG = "__cpsr__"  # a mapping with this key is one of ours; user mappings that have it are written as pairs
-# JSON's own types. Sequences of only these are copied whole: Python's random state alone has 625 integers, and the
-# training thread waits for this.
+# JSON's own types. Sequences of only these are copied whole: the training thread waits for this.
 _PLAIN = frozenset({type(None), bool, int, float, str})
+_TEXT, _INTEGER = frozenset({str}), frozenset({int})
+_MAPPINGS, _SEQUENCES = frozenset({dict, OrderedDict}), frozenset({list, tuple})
+_LONG = 64  # items of a tuple; of integers alone it becomes a tensor: Python's random state has 625
+_KEPT = 4  # tensors of such tuples, newest last: most snapshots have the same states as the one before
+_kept: list[tuple[tuple[Any, ...], torch.Tensor]] = []
 
 
 def encode(tree: Any, prefix: str = "tree", later: DeviceValues | None = None) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -63,7 +68,14 @@ class _Encoder:
         self._later = later
 
     def encode(self, value: Any, path: str) -> Any:
-        if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind in _MAPPINGS:
+            return self._mapping(value, path)
+        if kind in _SEQUENCES:
+            return self._sequence(value, path)
+        if isinstance(value, bool | str):
             return value
         if isinstance(value, bytes):
             return {_TAG: "bytes", "data": base64.b64encode(value).decode("ascii")}
@@ -73,17 +85,18 @@ class _Encoder:
             return self._number(value, path)
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if type(value) in (numpy.ndarray, numpy.memmap):
+        if kind in (numpy.ndarray, numpy.memmap):
             return {_TAG: "array", "key": self._put(path, _of_array(value, path))}
-        if type(value) in (list, tuple):
-            items = list(value) if _PLAIN.issuperset(map(type, value)) else self._items(value, path)
-            return items if type(value) is list else {_TAG: "tuple", "items": items}
-        if type(value) in (dict, OrderedDict):
-            return self._mapping(value, path)
         raise UnsupportedEngineError(
-            f"cannot save {path}: {type(value).__module__}.{type(value).__qualname__} is not plain data "
+            f"cannot save {path}: {kind.__module__}.{kind.__qualname__} is not plain data "
             "(numbers, strings, bytes, lists, tuples, dicts, tensors); CPSR never pickles"
         )
+
+    def _sequence(self, value: list[Any] | tuple[Any, ...], path: str) -> Any:
+        if type(value) is tuple and len(value) >= _LONG and (numbers := _packed(value)) is not None:
+            return {_TAG: "integers", "key": self._put(path, numbers)}
+        items = list(value) if _PLAIN.issuperset(map(type, value)) else self._items(value, path)
+        return items if type(value) is list else {_TAG: "tuple", "items": items}
 
     def _tensor(self, value: torch.Tensor, path: str) -> dict[str, Any]:
         if (why := _more_than_bytes(value)) is not None:
@@ -109,11 +122,11 @@ class _Encoder:
     def _items(self, values: Sequence[Any], path: str) -> list[Any]:
         """The items of a list; one that repeats, as an optimizer's step counts do, is encoded once."""
         items: list[Any] = []
-        before = None
+        before: Any = None
         for index, item in enumerate(values):
             # Of a mapping of numbers and strings alone the encoding does not depend on its place.
-            alone = type(item) is dict and _PLAIN.issuperset(map(type, item.values()))
-            items.append(items[-1] if alone and item is before else self.encode(item, f"{path}.{index}"))
+            again = item is before and type(item) is dict and _PLAIN.issuperset(map(type, item.values()))
+            items.append(items[-1] if again else self.encode(item, f"{path}.{index}"))
             before = item
         return items
 
@@ -127,7 +140,7 @@ class _Encoder:
         return value.value.item() if index is None else {_TAG: "later", "index": index, "number": True}
 
     def _mapping(self, value: dict[Any, Any], path: str) -> Any:
-        if type(value) is dict and all(type(key) is str for key in value) and _TAG not in value:
+        if type(value) is dict and _TEXT.issuperset(map(type, value)) and _TAG not in value:
             if _PLAIN.issuperset(map(type, value.values())):
                 return dict(value)
             return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
@@ -137,6 +150,21 @@ class _Encoder:
         ]
         ordered = {"ordered": True} if type(value) is OrderedDict else {}
         return {_TAG: "dict", "pairs": pairs, **ordered}
+
+
+def _packed(integers: tuple[Any, ...]) -> torch.Tensor | None:
+    """A tuple as a tensor of 64-bit integers, that nobody writes to; None where it has other items."""
+    for known, packed in list(_kept):  # from any thread
+        if known is integers:
+            return packed
+    if not _INTEGER.issuperset(map(type, integers)):
+        return None
+    try:
+        packed = torch.frombuffer(array("q", integers), dtype=torch.int64)
+    except OverflowError:
+        return None
+    _kept[:] = [*_kept[1 - _KEPT :], (integers, packed)]
+    return packed
 
 
 def _more_than_bytes(value: torch.Tensor) -> str | None:
@@ -215,6 +243,8 @@ def _decode_tagged(
         return tensors[data["key"]]
     if tag == "array":
         return tensors[data["key"]].numpy()
+    if tag == "integers":
+        return tuple(tensors[data["key"]].tolist())
     if tag == "tuple":
         return tuple(decode(data["items"], tensors, later))
     if tag == "dict":

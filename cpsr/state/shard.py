@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["OperatorState", "ParamSlice", "Shard"]
+__all__ = ["PRESENT", "OperatorState", "ParamSlice", "Shard"]
+
+PRESENT = -1  # the iteration of an engine's views: they show whichever state it has
 
 SAMPLED_MOMENTS = 1 << 20
 
@@ -49,7 +51,7 @@ class OperatorState:
         moments: the optimizer's tensors for that slice by the optimizer's own key (`exp_avg`, `exp_avg_sq`,
             `momentum_buffer`; a path of keys where they lie deeper), each a 1-D view. Those of the parameter's shape
             have `parameter.numel` elements; others (by row, by block) only where this rank owns the whole parameter.
-        iteration: the iteration at which these values were taken. The operators of one shard may differ
+        iteration: the iteration at which these values were taken, or `PRESENT`. The operators of one shard may differ
             (sparse expert snapshots).
     """
 

@@ -14,6 +14,7 @@ from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_ring import MemoryRing, Slot
 from cpsr.checkpoint.memory_states import SlabSize
+from cpsr.state.codec import encode
 from cpsr.state.shard import Shard
 from tests.stand_in_device import stand_in_device
 
@@ -30,7 +31,7 @@ def ring_of(directory: Path, life: int = 0, device: torch.device | None = None) 
 def fill(ring: MemoryRing, slot: Slot, iteration: int) -> None:
     slot.iteration = iteration
     slot.file.bytes.fill_(iteration)
-    slot.file.prepare("upstream", Shard({}, {"all": slot.file.bytes}), iteration, {"at": iteration})()
+    slot.file.prepare("upstream", Shard({}, {"all": slot.file.bytes}), iteration, encode({"at": iteration}))()
 
 
 def left(directory: Path) -> dict[int, int]:

@@ -32,6 +32,7 @@ from cpsr.peers.alike import SmallStates
 from cpsr.replay.recorder import Recorder
 from cpsr.replay.schedule import WindowLayout
 from cpsr.replay.stages import StageLogs
+from cpsr.state.codec import encode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, live_shard, make_shard
 
@@ -224,7 +225,7 @@ def test_a_header_of_the_longest_entries_has_room(
     file = SharedMemory(RUN_ID, 0, 0, tmp_path_factory.mktemp("memory")).file("0", size)
     buffer = HostBuffer(shard, pinned=False, memory=file, units={one: f"expert {one}" for one in shard.operators})
     buffer.held.fill(buffer.held.parts.names, 1_000_000_007)
-    file.seal("snapshot", buffer.shard_at(1), 1, SMALL, held=buffer.held)
+    file.prepare("snapshot", buffer.views, 1, encode(SMALL), held=buffer.held)()
     assert file.iteration == 1
     file.close(remove=True)
 

@@ -2,13 +2,17 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from cpsr.engines import TorchAdapter
+from cpsr.state import codec
 from cpsr.state.shard import OperatorState
 
 
@@ -96,3 +100,127 @@ def test_absent_state_is_zeros_that_take_no_memory() -> None:
         moments["exp_avg"].copy_(torch.ones(6))
     trained.step()
     assert trained.views().moments["exp_avg"].any()
+
+
+class Changing:
+    """A model with state of every kind, of which anything may change between two snapshots."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.module: Any = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2), nn.Linear(2, 2))
+        self.module.register_buffer("scale", torch.ones(2))
+        trained, frozen = [*self.module[:3].parameters()], [*self.module[3].parameters()]
+        for one in frozen:
+            one.requires_grad_(False)
+        groups: Any = [{"params": trained[:4]}, {"params": trained[4:], "lr": 0.2}]
+        self.optimizer: Any = torch.optim.AdamW(groups, lr=0.1)
+        self.adapter = TorchAdapter(self.module, self.optimizer)
+
+    @property
+    def weight(self) -> Any:
+        return self.module[0].weight
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.optimizer.state[self.weight]
+        return found
+
+    def snapshot(self, adapter: TorchAdapter) -> dict[str, Any]:
+        shard, scalars = adapter.shard(), adapter.scalars()
+        tensors = {key: values.clone() for key, values in shard.all_tensors()}
+        return {"tensors": tensors, "scalars": scalars, "places": [*shard.operators]}
+
+    def step(self) -> None:
+        if self.kept and self.kept.keys() != {"step", "exp_avg", "exp_avg_sq"}:
+            self.kept.clear()
+        self.optimizer.zero_grad()
+        self.module(torch.randn(5, 3)).square().sum().backward()
+        self.optimizer.step()
+
+    def other_rate(self) -> None:
+        self.optimizer.param_groups[1]["lr"] *= 0.5
+
+    def loaded(self) -> None:
+        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+
+    def other_moment(self) -> None:
+        self.kept["exp_avg"] = self.kept.get("exp_avg", torch.zeros(4, 3)) + 1.0
+
+    def other_memory(self) -> None:
+        self.weight.data = self.weight.data + 1.0
+
+    def other_memory_of_a_moment(self) -> None:
+        if "exp_avg" in self.kept:
+            self.kept["exp_avg"].data = self.kept["exp_avg"].data + 1.0
+
+    def turned(self) -> None:
+        order = (1, 4) if self.weight.is_contiguous() else (3, 1)
+        self.weight.data = torch.randn(12).as_strided((4, 3), order)
+
+    def other_step(self) -> None:
+        self.kept["step"] = torch.tensor(7.0)
+
+    def step_of_another_type(self) -> None:
+        self.kept["step"] = torch.tensor(3.0, dtype=torch.float64)
+
+    def lost(self) -> None:
+        self.optimizer.state.pop(self.weight, None)
+
+    def emptied(self) -> None:
+        self.optimizer.state.clear()
+
+    def renamed(self) -> None:
+        if "exp_avg" in self.kept:
+            self.kept["average"] = self.kept.pop("exp_avg")
+
+    def beside(self) -> None:
+        self.optimizer.state["shared"] = {"count": len(self.optimizer.state), "sum": torch.ones(2)}
+
+    def one_more_trained(self) -> None:
+        if len(self.optimizer.param_groups) == 2:
+            self.optimizer.add_param_group({"params": [*self.module[3].parameters()], "lr": 0.3})
+
+    def groups_exchanged(self) -> None:
+        self.optimizer.param_groups[0] = dict(self.optimizer.param_groups[0])
+
+    def frozen_written(self) -> None:
+        self.module[3].weight.data.add_(1.0)
+
+    def frozen_elsewhere(self) -> None:
+        self.module[3].weight.data = torch.randn(2, 2)
+
+    def buffer_written(self) -> None:
+        self.module.scale.mul_(2.0)
+
+    def buffer_replaced(self) -> None:
+        self.module.scale = torch.randn(2)
+
+    def buffer_elsewhere(self) -> None:
+        self.module[1].running_mean.data = torch.randn(4)
+
+    def part_replaced(self) -> None:
+        other = nn.BatchNorm1d(4)
+        other.running_var = torch.rand(4)
+        other.weight, other.bias = self.module[1].weight, self.module[1].bias
+        self.module[1] = other
+
+
+CHANGES = [name for name, one in vars(Changing).items() if callable(one) and name not in ("__init__", "snapshot")]
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=st.lists(st.sampled_from(CHANGES), min_size=1, max_size=12), trained=st.booleans())
+def test_a_snapshot_after_any_change_is_that_of_an_adapter_that_remembers_nothing(
+    changes: list[str], *, trained: bool
+) -> None:
+    changing = Changing()
+    if trained:
+        changing.step()
+    changing.snapshot(changing.adapter)
+    for change in changes:
+        with torch.no_grad() if change != "step" else nullcontext():
+            getattr(changing, change)()
+        found = changing.snapshot(changing.adapter)
+        anew = changing.snapshot(TorchAdapter(changing.module, changing.optimizer))
+        assert found["places"] == anew["places"]
+        assert codec.same(found, anew), change

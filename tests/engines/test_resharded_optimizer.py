@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
-from cpsr.engines.optimizer_state import OptimizerState, Updated
+from cpsr.engines.optimizer_state import OptimizerState
+from cpsr.engines.updated_tensor import Updated
 from cpsr.errors import UnsupportedEngineError
 
 

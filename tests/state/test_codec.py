@@ -39,7 +39,14 @@ def through_json(tree: Any) -> Any:
     return decode(json.loads(json.dumps(data)), tensors)
 
 
+LONG = tuple(range(-40, 40))  # of integers alone: a tensor, which another tree may have as well
+
+
 @given(TREES)
+@example([LONG, {"a": LONG}])
+@example((*LONG, True))
+@example((*LONG, 1 << 63))
+@example((*LONG, -(1 << 63)))
 def test_plain_data_comes_back_equal_and_of_the_same_type(tree: Any) -> None:
     back = through_json(tree)
     assert back == tree
