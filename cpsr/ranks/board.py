@@ -94,6 +94,7 @@ class Exchange:
         self._store = getattr(self._store, "clone", lambda: self._store)()  # others may wait in theirs
         self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._told: tuple[Report, Held] | None = None
+        self._said: tuple[bytes, Proposal | None] = b"", None
         self.report(Report())
         if leader == self._rank:
             self._board.write(0, Proposal().to_bytes())
@@ -131,7 +132,10 @@ class Exchange:
 
     def hear(self) -> Proposal | None:
         """The newest words of rank 0 that have arrived; None: look again."""
-        return Proposal.of_bytes(self._board.read(0, _HEAD_BYTES))
+        data = self._board.read(0, _HEAD_BYTES)
+        if data != self._said[0]:
+            self._said = data, Proposal.of_bytes(data)
+        return self._said[1]
 
     def hold(self, held: Held) -> None:
         """Say what this rank holds; on any thread, one at a time."""

@@ -25,7 +25,7 @@ notice as ever that it is gone.
 
 import math
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from cpsr.ranks.words import Words
@@ -109,7 +109,7 @@ class Report(Words):
 
 def merged(reports: Iterable[Report]) -> Report:
     """What several ranks say together; at least one."""
-    steps, stop, accepted, refused, learned, ended = zip(*map(astuple, reports), strict=True)
+    steps, stop, accepted, refused, learned, ended = zip(*(vars(one).values() for one in reports), strict=True)
     return Report(max(steps), max(stop), min(accepted), max(refused), min(learned), max(ended))
 
 

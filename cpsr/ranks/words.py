@@ -2,7 +2,7 @@
 
 import struct
 import zlib
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import TypeVar
 
 __all__ = ["Words"]
@@ -16,7 +16,7 @@ class Words:
 
     def to_bytes(self) -> bytes:
         """As it lies in a board or a store."""
-        words = astuple(self)
+        words = vars(self).values()  # `astuple` copies, and is ten times as slow
         data = struct.pack(f"<{len(words)}q", *words)
         return data + struct.pack("<Q", zlib.crc32(data))
 
