@@ -11,7 +11,7 @@ from cpsr.config import CPSRConfig
 from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Job, Rewind
 from cpsr.life.leaving import Leave, Leaving, StopRequest
-from cpsr.life.loop import Loop, Steps
+from cpsr.life.loop import FAILURES_ITERATIONS, Loop, Steps
 from cpsr.life.opening import adopt, open_life
 from cpsr.life.probation import Probation
 from cpsr.life.rehearsed_life import Rehearsed
@@ -238,8 +238,8 @@ class Life:
 
     def _agree(self, iteration: int) -> bool:
         """Carry out what all ranks do at the end of this step; returns whether they leave."""
-        if (failure := self.planner.failure()) is not None:
-            self.job.journal.event("planning ended", failure, level=logging.ERROR)
+        if iteration % FAILURES_ITERATIONS == 0:
+            self._report_planning()
         if self.memory.replicates:
             turns = self.saver.memory.turns
             flags = self.votes.exchange(Ballot(*turns.ballot()))
@@ -250,6 +250,10 @@ class Life:
                 self.saver.adopt(self._plan_of(agreed), iteration)
             leaves = leaves or agreed.act == Act.LEAVE
         return leaves
+
+    def _report_planning(self) -> None:
+        if (failure := self.planner.failure()) is not None:
+            self.job.journal.event("planning ended", failure, level=logging.ERROR)
 
     def propose_plan(self) -> Intervals | None:
         """New intervals for all ranks, once; on any thread of rank 0."""
@@ -366,6 +370,7 @@ class Life:
         if self._disowned:
             return
         leaving = self.leaving
+        self._report_planning()
         try:
             with undisturbed(), self._opened:
                 if self.rehearsed is not None:

@@ -23,10 +23,10 @@ from cpsr.ranks.group import Group
 from cpsr.restart.prediction import LossFunction, Probes
 from cpsr.state.losses import LossRecorder, Step
 
-__all__ = ["Loop", "LoopTail", "Steps"]
+__all__ = ["FAILURES_ITERATIONS", "Loop", "LoopTail", "Steps"]
 
 TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
-FAILURES_ITERATIONS = 20  # between two looks at whether the learning thread has failed
+FAILURES_ITERATIONS = 20  # between two looks at whether a thread that learns or plans has failed
 UNKNOWN_ITERATIONS = 20  # without a loss, before that is reported
 
 

@@ -130,8 +130,8 @@ class HostMemory:
 
     @property
     def replicates(self) -> bool:
-        """Whether replicas are sent and held; alike on all ranks."""
-        return self._replicator is not None
+        """Whether replicas are sent and held; alike on all ranks. There are none on a single machine."""
+        return self._replicator is not None and len(self._run.local_ranks) < self._group.size
 
     @property
     def links(self) -> Sequence[Outgoing]:
