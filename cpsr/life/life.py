@@ -245,6 +245,8 @@ class Life:
             flags = self.votes.exchange(Ballot(*turns.ballot()))
             turns.read(iteration, flags.busy, flags.missing)
         leaves = self.rehearsed is not None and self.rehearsed.after_step(iteration)
+        if self.stop.made:
+            self.agreement.ring()
         for agreed in self.agreement.end_step():
             if agreed.act == Act.PLAN:
                 self.saver.adopt(self._plan_of(agreed), iteration)

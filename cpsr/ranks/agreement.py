@@ -54,7 +54,8 @@ class Agreement:
         self._looked_at = 0.0
         self._intervals: Intervals | None = None  # not agreed on yet (rank 0)
         self._heard = threading.Condition()
-        self._closing = threading.Event()
+        self._wake, self._closes = threading.Event(), False
+        self._bell, self._rung, self._rang = memoryview(bytes(8)).cast("Q"), 0, False
         self._held: deque[float] = deque(maxlen=HELD_TIMES)  # when this rank last said what it holds
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
@@ -62,6 +63,7 @@ class Agreement:
             self._member.attention_at = 0
             return
         self._exchange = Exchange(group)
+        self._bell = self._exchange.bell
         self._coordinator = Coordinator() if group.rank == 0 else None
         self._counts: deque[tuple[float, int]] = deque(maxlen=PACES)
         self._news_at = 0.0
@@ -84,7 +86,16 @@ class Agreement:
         """
         member = self._member
         member.steps += 1
+        if self._bell[0] != self._rung:
+            self._rung = self._bell[0]
+            self._wake.set()
         return () if member.steps < member.attention_at else self._due()
+
+    def ring(self) -> None:
+        """This rank is asked to leave: have the others look at the end of their steps, if that is sooner."""
+        if self._exchange is not None and not self._rang:
+            self._rang = True
+            self._exchange.ring()
 
     def _due(self) -> Sequence[Proposal]:
         if self._exchange is None:
@@ -125,7 +136,8 @@ class Agreement:
 
     def close(self) -> None:
         """Answer nothing more; all ranks have left their loops, or this one leaves a broken group."""
-        self._closing.set()
+        self._closes = True
+        self._wake.set()
         if self._thread is None or self._exchange is None:
             return
         self._thread.join(CLOSE_SECONDS)
@@ -151,7 +163,12 @@ class Agreement:
     def _run(self, exchange: Exchange) -> None:
         try:
             busy_seconds = BUSY_SECONDS * max(1, exchange.machines // MACHINES_PER_LOOK)
-            while not self._closing.wait(busy_seconds if self._is_busy() else self._idle_seconds(busy_seconds)):
+            while True:
+                if self._wake.wait(busy_seconds if self._is_busy() else self._idle_seconds(busy_seconds)):
+                    self._wake.clear()
+                    self._news_at = time.monotonic()
+                if self._closes:
+                    return
                 self._look(exchange)
         except Exception:
             logger.exception("rank %d agrees on nothing more: SIGTERM and new plans have no effect", self._group.rank)
@@ -209,4 +226,7 @@ class Agreement:
         if (coordinator.newest, self._all_hold) == before:
             return False
         exchange.say(coordinator.newest, self._all_hold)
-        return coordinator.newest != before[0]
+        if coordinator.newest == before[0]:
+            return False
+        exchange.ring()
+        return True

@@ -23,6 +23,7 @@ __all__ = ["Exchange"]
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 192  # of rank 0's words, then of each rank's
+BELL_AT = 184  # in rank 0's slot: a word that changes with each request and proposal
 HELD_AT = 96  # in a slot: what a rank holds; before that, what it says of proposals
 TOKEN_BYTES = 16  # behind the slots, by which a board is told from another file
 STORE_SECONDS = 5.0  # for an answer
@@ -40,6 +41,7 @@ class Board:
 
     def __init__(self, memory: mmap.mmap) -> None:
         self._memory = memory
+        self.bell = memoryview(memory)[BELL_AT : BELL_AT + 8].cast("Q")
 
     @staticmethod
     def create(slots: int, token: bytes) -> "tuple[Board, int]":
@@ -137,6 +139,15 @@ class Exchange:
             self._said = data, Proposal.of_bytes(data)
         return self._said[1]
 
+    @property
+    def bell(self) -> memoryview:
+        """One word, which changes when somebody on this machine has rung."""
+        return self._board.bell
+
+    def ring(self) -> None:
+        """Have the ranks of this machine look soon: at the end of their steps; on any thread."""
+        self._board.bell[0] = (self._board.bell[0] + 1) & 0xFFFFFFFF
+
     def hold(self, held: Held) -> None:
         """Say what this rank holds; on any thread, one at a time."""
         self._board.write(1 + self._rank, held.to_bytes(), HELD_AT)
@@ -170,8 +181,11 @@ class Exchange:
         except RuntimeError as error:  # its host is gone, or late
             logger.debug("rank 0 is not heard: %s", error)
             return
+        is_new = data[:_HEAD_BYTES] != self._said[0]
         self._board.write(0, data[_HEAD_BYTES:], HELD_AT)
         self._board.write(0, data[:_HEAD_BYTES])
+        if is_new:
+            self.ring()
 
     def _is_news(self, machine: tuple[Report, Held]) -> bool:
         # The count alone is none: a rank that refuses because of it says so.
