@@ -137,7 +137,7 @@ class Occupancy:
             standing = self._standing()
 
             def worth(buffer: _Buffer) -> tuple[bool, int, bool, tuple[int, ...]]:
-                elsewhere = buffer.sendings > 0 or buffer.sealed == self._replicated_at
+                elsewhere = buffer.sendings > 0 or self._is_replicated(buffer)
                 stands = standing.get(buffer, FREE)
                 age = (-buffer.sealed,) if stands == OPEN else buffer.age  # the oldest of these is common elsewhere
                 return buffer.name in spare, stands, elsewhere, age
@@ -145,6 +145,8 @@ class Occupancy:
             kept = standing if keep_newest else ()
             free = [buffer for buffer in self._buffers if not buffer.is_used and buffer not in kept]
             buffer = min(free, key=worth, default=None)
+            if buffer is not None and OPEN in {standing[one] for one in kept} and self._is_replicated(buffer):
+                buffer = None  # the peers' counterpart stays: another buffer is free once the other ranks have sealed
             if buffer is None:
                 if due:
                     self.skip(iteration)
@@ -156,6 +158,9 @@ class Occupancy:
                 self._open[buffer.snapshot] = {COPIED, SEALED}
             self._tell(self._held())
             return buffer.snapshot
+
+    def _is_replicated(self, buffer: _Buffer) -> bool:
+        return buffer.sealed >= 0 and buffer.sealed == self._replicated_at
 
     def _standing(self) -> dict[_Buffer, int]:
         """The buffers whose states a restart may need, and what stands in the way of each."""

@@ -377,7 +377,7 @@ class SnapshotPool:
         others = self._boundary_buffers.at_boundary(shard.others, step)  # before it takes a buffer
         snapshot = self._take(iteration, keep_newest=True)  # a dump may fail
         if snapshot is None:
-            raise SaveError("every host buffer is in use or has the newest snapshot")
+            raise SaveError("every host buffer is in use, or has a snapshot that all ranks may need")
         try:
             buffer = self._buffers[snapshot.place]
             buffer.copy_others(Shard({}, others))

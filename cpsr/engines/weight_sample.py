@@ -10,6 +10,7 @@ import xxhash
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.distributed_tensors import is_distributed, local
+from cpsr.state.device_values import Arrival
 from cpsr.state.shard import Shard
 from cpsr.state.witness import SAMPLE_BYTES, SampledBytes
 
@@ -30,14 +31,16 @@ class _Element:
 
 @dataclass(frozen=True)
 class SentSample:
-    """Elements on their way from a device; here once the device has reached what the caller recorded after them.
+    """Elements on their way from a device.
 
     Attributes:
+        arrival: of the copy.
         host: their bytes, and then the loss as float32, in pinned memory.
         counts: of the elements.
         has_loss: whether the loss is there.
     """
 
+    arrival: Arrival
     host: torch.Tensor
     counts: tuple[int, int, int, int]
     has_loss: bool
@@ -96,7 +99,8 @@ class WeightSample:
             packed = torch.cat([part.view(torch.uint8) for part in parts])
             host = torch.empty(packed.shape, dtype=torch.uint8, device="cpu", pin_memory=True)
             host.copy_(packed, non_blocking=True)
-        return SentSample(host, self._counts if weights else (0, 0, 0, 0), loss is not None)
+            arrival = Arrival(packed.device)
+        return SentSample(arrival, host, self._counts if weights else (0, 0, 0, 0), loss is not None)
 
     def _renew(self) -> None:
         """Look where the weights lie now: a loop may give a parameter other memory, once or in every step."""

@@ -131,8 +131,6 @@ class LoopTail:
         Args:
             ended: no further step follows.
         """
-        if not self._waiting and self.ended is ended:
-            return
         self.ended = ended
         waiting, self._waiting = self._waiting, []
         while waiting:

@@ -156,7 +156,7 @@ def _open_watches(life: "Life", opened: ExitStack) -> None:
     """What follows the steps, the other ranks and the predictor."""
     loop, pool, windows = life.loop, life.memory.pool, life.memory.windows
     replays = (lambda: None) if windows is None else windows.replays
-    life.witnessing = Witnessing(life.job, loop.state, loop.losses, lambda: life.boundary.published, replays)
+    life.witnessing = Witnessing(life.job, loop.state, loop.losses, replays)
     opened.callback(life.witnessing.close)  # after the boundary, by when a GPU has completed the last steps
     life.boundary = Boundary(life.job, pool, loop.state)
     opened.callback(life.boundary.close, life.ending)

@@ -82,11 +82,6 @@ class Boundary:
         )
         self.liveness.start()
 
-    @property
-    def published(self) -> int:
-        """The newest step that the device has completed; where state is on the host not kept."""
-        return self._publication.published
-
     def prepare(self) -> None:
         """Before the first step: mark its boundary, and prepare a dump."""
         self._pool.steps.prepare_dump(self._state.left)

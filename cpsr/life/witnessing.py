@@ -91,7 +91,6 @@ class Witnessing:
     are compared if the run had the same number of ranks and the same history of predicted and loaded states.
 
     Args:
-        published: newest step that the device has completed; asked only where weights are on a GPU.
         replays: None where all weights are trained. Else a window is replayed, which checks the weights itself: whether
             this rank computes the step.
 
@@ -104,10 +103,9 @@ class Witnessing:
         job: Job,
         state: RunState,
         losses: LossRecorder,
-        published: Callable[[], int],
         replays: Callable[[], bool | None],
     ) -> None:
-        self._job, self._state, self._losses, self._published = job, state, losses, published
+        self._job, self._state, self._losses = job, state, losses
         self._replays = replays
         self._expected = 0  # steps that will be repeated and have a witness of their first execution
         self._obstacle = NONE_LEFT
@@ -227,7 +225,7 @@ class Witnessing:
 
     def poll(self) -> None:
         """Record the steps whose samples have arrived; without waiting."""
-        while self._pending and self._pending[0].witness.iteration <= self._published():
+        while self._pending and self._pending[0].sample.arrival.here:
             self._record(self._pending.popleft())
 
     @property

@@ -101,7 +101,7 @@ class Agreement:
         if self._exchange is None:
             return self._alone()
         if self._member.uneven:
-            self._require_all()
+            self._require_all(waits=False)
         until = time.monotonic() + VERDICT_SECONDS
         while True:
             with self._heard:
@@ -111,7 +111,7 @@ class Agreement:
                     due = self._member.due()
             if due is not None:
                 return due
-            self._require_all()
+            self._require_all(waits=True)
             if time.monotonic() > until:
                 raise UnevenRanksError(
                     f"rank 0 has not said for {VERDICT_SECONDS:g} s whether all ranks do at this step what it "
@@ -119,12 +119,12 @@ class Agreement:
                     "Rank 0 is stopped, or the network to it is interrupted: start the job again"
                 )
 
-    def _require_all(self) -> None:
+    def _require_all(self, *, waits: bool) -> None:
         """Check, at most once in `ATTENDANCE_SECONDS`, whether the others take part in further steps."""
         now = time.monotonic()
         if self._attendance is not None and now - self._looked_at > ATTENDANCE_SECONDS:
             self._looked_at = now
-            self._attendance.require_all()
+            self._attendance.require_all(waits=waits)
 
     def _alone(self) -> Sequence[Proposal]:
         due = []

@@ -198,8 +198,11 @@ class Attendance:
         how: Literal["batches", "block", "error"] = "error" if error else "batches" if may_return else "block"
         self._mark(Mark(iteration, how, error or ""))
 
-    def require_all(self) -> None:
-        """Check whether the others will take part in what this rank waits for; it takes a round trip to the store.
+    def require_all(self, *, waits: bool = True) -> None:
+        """Check whether the others take part in what comes; it takes a round trip to the store.
+
+        Args:
+            waits: whether this rank waits for all; else it has only ended a step, after which others may have left.
 
         Raises:
             UnevenRanksError: a rank will not.
@@ -207,7 +210,7 @@ class Attendance:
         marks = self._marks()
         self._missed = {rank: seen for rank, seen in self._missed.items() if marks.get(rank) == seen[0]}
         for rank, mark in marks.items():
-            if self._waits_in_vain(rank, mark):
+            if (waits or mark.iteration < (self._iteration or 0)) and self._waits_in_vain(rank, mark):
                 raise self.error(self._rank, self._iteration, rank, mark)
 
     def _waits_in_vain(self, rank: int, mark: Mark) -> bool:

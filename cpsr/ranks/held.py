@@ -12,6 +12,7 @@ A rank overwrites neither the newest common snapshot that it sees, nor an open o
 one that any rank has ever seen, G, is held by all. Every rank has sealed G. The first rank that drops G sees a newer
 common one, against the choice of G; or it sees that another rank has passed G without it, which then has skipped G, or
 dropped it first. What ranks say may be old: an older list only makes fewer common, and an older bound more open.
+A checkpoint is not skipped for this: where its disk still writes those before, it may overwrite such a snapshot.
 """
 
 from collections.abc import Collection, Iterable

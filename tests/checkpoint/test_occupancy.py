@@ -74,6 +74,24 @@ def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() 
     assert 1 not in occupancy.sealed_iterations
 
 
+def test_a_snapshot_is_skipped_while_only_the_state_that_other_machines_have_is_in_its_way() -> None:
+    """And while the other ranks have still to seal the newest one: another buffer is free soon after."""
+    occupancy, all_hold = buffers(4), [Held.of(0, NONE, [])]
+    occupancy.join(lambda held: None, lambda branch: all_hold[0])
+    occupancy.release(sealed(occupancy, 10))
+    occupancy.replicated(10)
+    writing = sealed(occupancy, 15)  # its buffer stays in use
+    occupancy.release(sealed(occupancy, 20))
+    occupancy.release(sealed(occupancy, 30))
+    all_hold[0] = Held.of(0, 20, [10, 15, 20])
+    assert occupancy.take(40, keep_newest=True) is None
+    assert occupancy.sealed_iterations == [10, 15, 20, 30]
+    all_hold[0] = Held.of(0, 30, [10, 15, 20, 30])
+    occupancy.release(sealed(occupancy, 40))
+    assert occupancy.sealed_iterations == [10, 15, 30, 40]
+    occupancy.release(writing)
+
+
 def test_a_state_of_an_earlier_process_is_kept_in_place_of_no_newer_one() -> None:
     """After a restart from iteration 12 the earlier state of 12 is void; a dump that kept it would take the new one."""
     occupancy = buffers(2, file_0=12)

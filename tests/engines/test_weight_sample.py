@@ -61,7 +61,9 @@ def test_a_device_is_not_waited_for() -> None:
         device.trace.clear()
         sent = sample.send(device.tensor(torch.tensor(0.5)))
         assert not [call for call in device.trace if call[0] == "synchronize"]
+        assert not sent.arrival.here
         device.complete()
+        assert sent.arrival.here
         found, loss = sent.read()
         assert loss == 0.5
         assert found.counts == (0, 40, 7, 0)

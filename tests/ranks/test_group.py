@@ -2,9 +2,14 @@
 
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.distributed.distributed_c10d import PrefixStore
 
+from cpsr.errors import UnevenRanksError
+from cpsr.ranks.group import Attendance
 from tests.two_ranks import run
 
 # As DeepSpeed leaves a job on GPUs: the default group is bound to a device, and the user's default device is another
@@ -80,3 +85,18 @@ def test_two_ranks(tmp_path: Path, bound: bool) -> None:
     assert first["alone"] == "did not come"
     # What is sent in one call is agreed in the next, on both ranks.
     assert first["votes"] == [[False, False], [False, False], [True, False], [False, True], [False, False]]
+
+
+def test_a_rank_that_waits_for_nobody_may_end_the_step_after_which_another_has_left() -> None:
+    """All leave after one step with an exception: the slower ones come to its end when the first is gone."""
+    store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined] # torch does not export it
+    first, second = (Attendance(PrefixStore("left/", store), rank, 2) for rank in range(2))
+    for one in (first, second):
+        one.train(100)
+    first.leave(100, "SystemExit")
+    second.require_all(waits=False)
+    with pytest.raises(UnevenRanksError):
+        second.require_all()
+    second.train(101)
+    with pytest.raises(UnevenRanksError):
+        second.require_all(waits=False)
