@@ -123,14 +123,18 @@ class _KnownCommits:
 
     def add(self, directory: Path, file: tuple[int, ...], listing: Listing) -> None:
         """Keep one, if there is room for it."""
-        self._known.pop(directory, None)
+        self.forget(directory)
         if sum(len(known.sizes) for _, known in self._known.copy().values()) + len(listing.sizes) <= LISTED_MAX:
             self._known[directory] = file, listing
+
+    def forget(self, directory: Path) -> None:
+        """Let the next scan read a checkpoint's record again."""
+        self._known.pop(directory, None)
 
     def keep(self, directories: Collection[Path]) -> None:
         """Forget all but those of these checkpoints, also those of other runs."""
         for other in self._known.copy().keys() - set(directories):
-            self._known.pop(other, None)
+            self.forget(other)
 
 
 _known_commits = _KnownCommits()
@@ -340,7 +344,6 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
-        CheckpointError: a checkpoint became unreadable meanwhile; remaining ones are valid.
     """
     slabs = _slabs_in(checkpoints)  # before the directories: a save that begins meanwhile has none among these
     found = scan(checkpoints)
@@ -471,8 +474,13 @@ def _drop_unlisted(checkpoints: Path, slabs: Iterable[str], found: Catalogue, ot
 
 
 def _thinned(info: SavedCheckpoint) -> SavedCheckpoint:
-    """Let a checkpoint list its weights alone."""
-    thinned = info.manifest.model_copy(update={"weights_only": True})
+    """The checkpoint, whose record lists its weights alone from now on; as it is where that cannot be read any more."""
+    try:
+        thinned = info.manifest.model_copy(update={"weights_only": True})
+    except CheckpointFileError as error:
+        _known_commits.forget(info.directory)  # the next scan finds what is wrong with it
+        _log.warning("checkpoint %s is not thinned: %s", info.directory, error)
+        return info
     write_bytes(info.directory / COMMIT, thinned.to_bytes())
     _log.debug("checkpoint %s is thinned to its weights", info.directory)
     return SavedCheckpoint(info.directory, thinned)

@@ -57,6 +57,7 @@ Parts = dict[int, tuple[RankManifest, str]]
 # Between two looks for the parts of other ranks, or so many times as long as a look took: of 4,096 ranks 2 ms.
 _POLL_SECONDS = 0.02
 _PAUSES_PER_LOOK = 20
+_LONGEST_PAUSE_SECONDS = 1.0  # a file system may hang for a while in one look
 
 _log = logging.getLogger(__name__)
 
@@ -237,9 +238,10 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
         missing = sorted(awaited.values())
         if cancelled.is_set():
             return f"cancelled while waiting for the shards of ranks {missing}"
-        if time.monotonic() >= deadline:
+        left_seconds = deadline - time.monotonic()
+        if left_seconds <= 0:
             return f"the shards of ranks {missing} did not come within {timeout_seconds:g} s"
-        cancelled.wait(pause_seconds)
+        cancelled.wait(min(pause_seconds, _LONGEST_PAUSE_SECONDS, left_seconds))
 
 
 def seal(attempt: Attempt, parts: Parts, sequence: int, missing: Missing | None = None) -> int:

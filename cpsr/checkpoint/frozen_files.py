@@ -349,10 +349,10 @@ class FrozenFiles:
         saved: SavedCheckpoint,
     ) -> FrozenPart | None:
         """See `rescued`."""
-        record = saved.record(rank % saved.manifest.world_size)
+        record = saved.record(rank % saved.listing.world_size)
         split = any(one.global_shape is not None for one in record.frozen.values())
         alike = all(record.frozen[name].shape == tuple(values.shape) for name, values in moved.items())
-        if not alike or (split and saved.manifest.world_size != ranks):
+        if not alike or (split and saved.listing.world_size != ranks):
             return None
         files = {}
         for file in record.frozen_files():
@@ -375,7 +375,7 @@ class FrozenFiles:
         for listed in _newest_first(self._checkpoints):
             saved = listed.for_one_reader()
             try:
-                record = saved.record(rank % saved.manifest.world_size)
+                record = saved.record(rank % saved.listing.world_size)
                 settled = {name: one for name, one in _settled_in(record).items() if name not in state["moved"]}
                 known = settled.keys() | state["moved"].keys() == record.frozen.keys()
                 if saved.full and known and word_of(settled) == state["word"] and (found := use(saved)):
@@ -387,19 +387,24 @@ class FrozenFiles:
 
 def _listed(earlier: Sequence[SavedCheckpoint], path: Path) -> FileRecord | None:
     """The record of a slab that one of these checkpoints lists, read from the disk; None where none is whole."""
-    listed = next((one.manifest.files[path.name] for one in earlier if path.name in one.manifest.files), None)
-    if listed is None:
-        return None
-    try:
-        return check_file(path, listed)
-    except CheckpointError as error:
-        _log.warning("%s is not used, and is written anew: %s", path, error)
-        return None
+    for saved in earlier:
+        if path.name not in saved.listing.sizes:
+            continue
+        try:
+            listed = saved.manifest.files[path.name]
+        except (CheckpointError, KeyError):  # retention was there meanwhile
+            continue
+        try:
+            return check_file(path, listed)
+        except CheckpointError as error:
+            _log.warning("%s is not used, and is written anew: %s", path, error)
+            return None
+    return None
 
 
 def _newest_first(checkpoints: Path) -> list[SavedCheckpoint]:
     """Committed checkpoints, the one that was committed last first."""
-    return sorted(scan(checkpoints).checkpoints, key=lambda saved: -saved.manifest.sequence)
+    return sorted(scan(checkpoints).checkpoints, key=lambda saved: -saved.listing.sequence)
 
 
 def _settled_in(record: RankManifest) -> dict[str, str]:

@@ -193,7 +193,7 @@ def _open_on_rank_0(path: Path, identity: dict[str, Any], elastic: ElasticConfig
 
 def _told_by_checkpoints(path: Path) -> dict[str, Any] | None:
     """The identity of a run whose file of it is gone, by the newest checkpoint; None where nothing is committed."""
-    newest = max(scan(path / "checkpoints").checkpoints, key=lambda info: info.manifest.sequence, default=None)
+    newest = max(scan(path / "checkpoints").checkpoints, key=lambda info: info.listing.sequence, default=None)
     if newest is None:
         return None
     manifest = newest.manifest

@@ -109,7 +109,7 @@ class Rescue:
         found = (-1, 0)
         if self._job.group.rank == 0:
             known = scan(self._job.run.path / "checkpoints").checkpoints
-            found = max(((info.iteration, info.manifest.world_size) for info in known if info.full), default=found)
+            found = max(((info.iteration, info.listing.world_size) for info in known if info.full), default=found)
         iteration, world_size = self._job.group.broadcast(found)
         return iteration, world_size
 

@@ -251,14 +251,14 @@ def open_whole(run_dir: Path, iteration: int | None, *, moments: bool = True) ->
     except DamagedFileError as error:
         if not _is_gone(info):
             raise
-        what = f"{info.directory} was deleted, or thinned to its weights, while it was read"
+        what = f"{info.directory} was deleted, replaced, or thinned to its weights, while it was read"
         raise CheckpointError(f"{what}; export a newer checkpoint") from error
 
 
 def _is_gone(info: SavedCheckpoint) -> bool:
-    """Whether retention was there meanwhile."""
+    """Whether retention or another save was there meanwhile."""
     try:
-        return read_manifest(info.directory) != info.manifest
+        return read_manifest(info.directory).listing != info.listing
     except DamagedFileError:
         return not (info.directory / COMMIT).exists()
 

@@ -6,11 +6,12 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
 from cpsr.benchmarks.harness.checkpoint_files import files_left
-from cpsr.checkpoint import files
+from cpsr.checkpoint import commit, files
 from cpsr.checkpoint.files import sync_directory
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.store import CheckpointStore, verify_run
@@ -64,6 +65,28 @@ def test_a_rank_that_never_comes_runs_into_the_timeout(stores: tuple[CheckpointS
     stores[0].write(make_snapshot(10))
     result = stores[0].commit(10, 0.1, NEVER)
     assert result.reason == "the shards of ranks [1] did not come within 0.1 s"
+
+
+def test_after_a_slow_look_the_next_one_comes_within_a_second_and_before_the_deadline(
+    stores: tuple[CheckpointStore, CheckpointStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Noted(threading.Event):
+        pauses: ClassVar[list[float]] = []
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.pauses.append(timeout or 0.0)
+            return super().wait(timeout)
+
+    def slow(directory: Path) -> list[str]:
+        time.sleep(0.1)  # 20 times as long is more than a second
+        return files.names_in(directory)
+
+    stores[0].write(make_snapshot(10))
+    with monkeypatch.context() as patched:
+        patched.setattr(commit, "names_in", slow)
+        assert not stores[0].commit(10, 1.3, Noted()).committed
+    assert Noted.pauses[0] == 1.0
+    assert sum(Noted.pauses) <= 1.2
 
 
 def test_a_late_writer_finds_out_and_leaves_nothing(stores: tuple[CheckpointStore, CheckpointStore]) -> None:

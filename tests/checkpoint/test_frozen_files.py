@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from cpsr.benchmarks.harness.checkpoint_files import frozen_files
+from cpsr.checkpoint import catalogue
 from cpsr.checkpoint.arena import Arena
-from cpsr.checkpoint.catalogue import Retention
+from cpsr.checkpoint.catalogue import Catalogue, Retention
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.direct_file import PIECE_BYTES, write_piece
+from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.manifest import SLABS, FileRecord, holds_frozen, holds_weights, step_name
 from cpsr.checkpoint.memory import SharedMemory
@@ -99,6 +101,27 @@ def test_another_life_writes_anew_what_is_damaged(run: Run, tmp_path: Path) -> N
     again.save(20)
     assert again.files(20) == run.files(10)
     assert verify_run(tmp_path) == []
+
+
+@pytest.mark.parametrize("gone", [10, 20])
+def test_a_checkpoint_that_is_deleted_while_they_are_looked_for_fails_no_save(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gone: int
+) -> None:
+    for iteration in (10, 20):
+        run.save(iteration)
+    again = Run(tmp_path, base_weights(), life=2)
+
+    def deleting(checkpoints: Path) -> Catalogue:
+        found = catalogue.scan(checkpoints)
+        remove_tree(checkpoints / step_name(gone))
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr("cpsr.checkpoint.frozen_files.scan", deleting)
+        again.store.write(again.snapshot(30))
+    assert again.commit(30).committed
+    assert verify_run(tmp_path) == []
+    assert [info.iteration for info in again.store.catalogue()] == sorted({10, 20, 30} - {gone})
 
 
 def test_they_outlive_the_checkpoint_that_wrote_them_and_count_once(run: Run, tmp_path: Path) -> None:

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 import cpsr.checkpoint.catalogue as catalogue_module
 from cpsr.benchmarks.harness.checkpoint_files import commit_file
+from cpsr.checkpoint import saved
 from cpsr.checkpoint.catalogue import Catalogue, Retention, plan_retention, scan
 from cpsr.checkpoint.commit import SupersededError
 from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import COMMIT, SLABS, FileRecord, Manifest, RankRecord, Save, saved_at, slab_name
 from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.store import CheckpointStore, verify_run
+from cpsr.checkpoint.verify import DamagedFileError, read_manifest
 from cpsr.ranks.heartbeat import HeartbeatFiles
 from tests.checkpoint.conftest import assert_same_bits, make_shard, make_snapshot, refuse_asking, save
 
@@ -298,6 +300,30 @@ def test_what_cannot_be_removed_or_thinned_keeps_nothing_else(
     assert left == [busy]
     assert store.prepare() == []
     assert caplog.text.count("which no checkpoint lists, cannot be removed") == 1
+
+
+def test_one_whose_commit_record_is_damaged_by_now_keeps_no_other_whole(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (10, 20, 30, 40):
+        save(store, iteration)
+    torn = store.directory / "step-0000000010"
+    monkeypatch.setattr("time.time", lambda: commit_file(torn).stat().st_ctime + 60)
+    scan(store.directory)
+
+    def reading(directory: Path) -> Manifest:
+        if directory == torn:
+            raise DamagedFileError(torn / COMMIT, "is torn")
+        return read_manifest(directory)
+
+    monkeypatch.setattr(saved, "read_manifest", reading)
+    slabs = set((store.directory / SLABS).glob("*-0000000010-*"))
+    for _ in range(2):
+        store.retain(Retention(full_checkpoints=2))
+        found = scan(store.directory)
+        assert [(info.iteration, info.full) for info in found.checkpoints] == [(20, False), (30, True), (40, True)]
+        assert [problem.iteration for problem in found.problems] == [10]
+        assert slabs == set((store.directory / SLABS).glob("*-0000000010-*"))
 
 
 def test_a_newer_life_is_left_alone(store: CheckpointStore, tmp_path: Path) -> None:

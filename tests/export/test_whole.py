@@ -8,13 +8,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint, rest_file
-from cpsr.checkpoint.catalogue import _thinned, scan
+from cpsr.benchmarks.harness.checkpoint_files import edit_commit, remove_checkpoint, rest_file
+from cpsr.checkpoint.catalogue import Catalogue, _thinned, scan
 from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, CPSRError, RunMismatchError, UnsupportedEngineError
+from cpsr.export import whole_checkpoint
 from cpsr.export.command import write_state_dict
 from cpsr.export.whole_checkpoint import open_whole, state_dict
 from cpsr.state.frozen_parameters import FrozenPlace
@@ -178,6 +179,23 @@ def test_a_checkpoint_is_read_to_its_end_though_the_job_deletes_it(tmp_path: Pat
     remove_checkpoint(directory)
     assert torch.equal(state.weights("w"), torch.ones(4))
     assert state.scalars()
+
+
+def test_one_that_another_save_replaces_meanwhile_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_identity(tmp_path)
+    directory = write_checkpoint(tmp_path, shard(operator("w", torch.ones(4), (4,))))
+
+    def replacing(checkpoints: Path) -> Catalogue:
+        found = scan(checkpoints)
+        edit_commit(directory, lambda manifest: manifest.update(attempt=manifest["attempt"] + 1))
+        return found
+
+    monkeypatch.setattr(whole_checkpoint, "scan", replacing)
+    with pytest.raises(CheckpointError, match="was deleted, replaced, or thinned") as raised:
+        open_whole(tmp_path, None)
+    assert not isinstance(raised.value, CheckpointCorruptError)
 
 
 def test_runs_that_cannot_be_read_are_refused(tmp_path: Path) -> None:

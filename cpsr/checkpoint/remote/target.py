@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cpsr.checkpoint.catalogue import scan as scan_local
 from cpsr.checkpoint.files import make_directory, write_bytes
-from cpsr.checkpoint.manifest import Manifest, step_iteration
+from cpsr.checkpoint.manifest import FileRecord, Manifest, step_iteration
 from cpsr.checkpoint.remote.copies import (
     Copies,
     fetch_parts,
@@ -156,7 +157,7 @@ class CheckpointTarget:
     def _choose(self, place: Place, store: CheckpointStore, damaged: Collection[int]) -> str | None:
         """Rank 0's choice of a copy, by its folder; None where the run directory has what is newest."""
         left = [info for info in scan_local(store.directory).checkpoints if info.iteration not in damaged]
-        kept = max(filter(_is_full, left), key=lambda info: info.manifest.sequence, default=None)
+        kept = max(filter(_is_full, left), key=lambda info: info.listing.sequence, default=None)
         try:
             # Without a local checkpoint, wait as long as the file system does.
             found = _within(None if kept is None else ANSWER_SECONDS, lambda: scan(place, store.run_id))
@@ -176,7 +177,7 @@ class CheckpointTarget:
                 "it should hold some, end the job, and look at the URL or at what should be mounted there"
             )
             self._fail("target empty", message, kept.iteration)
-        newest = -1 if kept is None else kept.manifest.sequence
+        newest = -1 if kept is None else kept.listing.sequence
         for folder, manifest in reversed(self._wanted(found, store).items()):
             if manifest.sequence > newest and folder not in self._tried:
                 if self._is_of_another_directory(place.name(folder), manifest, left):
@@ -199,7 +200,11 @@ class CheckpointTarget:
         """Whether a whole checkpoint here lists other bytes under the name of one of the copy's slabs; reports that."""
         listed = copy.files
         for info in left:
-            for slab, record in info.manifest.files.items():
+            files = dict[str, FileRecord]()
+            if not listed.keys().isdisjoint(info.listing.sizes):
+                with suppress(CheckpointError):  # it was deleted meanwhile
+                    files = info.manifest.files
+            for slab, record in files.items():
                 if listed.get(slab, record) != record:
                     message = (
                         f"{name} is not fetched: its {slab} is another than that of checkpoint {info.iteration} here. "
@@ -324,14 +329,14 @@ class CheckpointTarget:
 
     def _copy_newest(self, place: Place, store: CheckpointStore) -> None:
         whole = [info for info in scan_local(store.directory).checkpoints if info.full]
-        info = max(whole, key=lambda info: info.manifest.sequence, default=None)
+        info = max(whole, key=lambda info: info.listing.sequence, default=None)
         if info is None:
             return
         store.copied_iteration = info.iteration
         found = scan(place, store.run_id)
         copies = self._wanted(found, store)
         folder, newest = list(copies.items())[-1] if copies else ("", None)
-        if newest is None or newest.sequence < info.manifest.sequence:
+        if newest is None or newest.sequence < info.listing.sequence:
             for unfinished in found.unfinished:  # otherwise a full target would stay full
                 place.drop(unfinished)
             started = time.perf_counter()
