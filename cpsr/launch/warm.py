@@ -1,10 +1,12 @@
 """Warm ranks: at a restart the ranks are forks of a process that has imported what the ranks before had imported."""
 
 import json
+import math
 import os
 import select
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -39,8 +41,11 @@ class ForkedRank:
     def poll(self) -> int | None:
         """The exit status; None while it runs."""
         if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            try:
+                ended, status = os.waitpid(self.pid, os.WNOHANG)
+                self.returncode = os.waitstatus_to_exitcode(status) if ended else None
+            except ChildProcessError:  # its status is lost: somebody else has waited for it
+                self.returncode = 1
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -52,15 +57,11 @@ class ForkedRank:
         Raises:
             subprocess.TimeoutExpired: it still runs.
         """
-        if self.poll() is None:
-            descriptor = os.pidfd_open(self.pid)
-            try:
-                select.select([descriptor], [], [], timeout)
-            finally:
-                os.close(descriptor)
-        status = self.poll()
-        if status is None:
-            raise subprocess.TimeoutExpired(f"rank with pid {self.pid}", timeout or 0.0)
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(f"rank with pid {self.pid}", timeout or 0.0)
+            time.sleep(0.02)
         return status
 
 
@@ -235,11 +236,14 @@ class _WarmProcess:
                     answers |= self._answer()
             if "failed" in answers:
                 raise OSError(f"no rank could be forked ({answers['failed']})")
+            rank = ForkedRank(answers["pid"])
+            if rank.poll() is not None:
+                raise OSError("no rank could be forked (it has ended, or is no child of cpsr run)")
             os.write(go, b"1")
         finally:
             os.close(theirs)
             os.close(go)
-        return ForkedRank(answers["pid"])
+        return rank
 
     def ask(self, request: Mapping[str, object], descriptors: list[int] | None = None) -> None:
         """Send a request; its content is a file, since an environment may be larger than a message."""

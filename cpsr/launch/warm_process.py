@@ -373,13 +373,13 @@ def _kept_environments() -> Iterator[str]:
 
 def _blas_files() -> list[str]:
     lines = Path("/proc/self/maps").read_text().splitlines()
-    return sorted({line.split(maxsplit=5)[-1] for line in lines if "openblas" in line})
+    return sorted({line.split(maxsplit=5)[-1] for line in lines if "openblas" in line.rpartition(os.sep)[2]})
 
 
 def _blas_setters() -> list[Any]:
     """What sets the number of threads in each OpenBLAS of this process."""
     libraries = [ctypes.CDLL(file) for file in _blas_files()]
-    return [next(found) for library in libraries if (found := iter(_named(library)))]
+    return [found[0] for library in libraries if (found := _named(library))]
 
 
 def _named(library: Any) -> list[Any]:

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 import zlib
@@ -30,7 +29,7 @@ from cpsr.errors import (
     UnsupportedEngineError,
 )
 from cpsr.ranks.exits import lost_another
-from cpsr.ranks.garbage import spare_last_collections
+from cpsr.ranks.garbage import LastCollections
 from cpsr.ranks.imports import Imported, imported
 
 __all__ = [
@@ -223,11 +222,11 @@ def report_errors() -> None:
     if launcher is None:
         return
     before = sys.excepthook
-    failed = threading.Event()
-    atexit.register(spare_last_collections, failed)  # registered early, so called after the script's own functions
+    collections = LastCollections()
+    atexit.register(collections.end)  # registered early, so called after the script's own functions
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        failed.set()
+        collections.spare()
         if isinstance(error, REFUSALS) and not isinstance(error, RunDirectoryError):
             launcher.refuse(f"{kind.__name__}: {error.one_line()}")
             raise SystemExit(REFUSED_STATUS)

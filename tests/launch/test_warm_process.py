@@ -1,7 +1,9 @@
 """The warm process of a machine, with ranks that import little: when its forks are ranks, and when they must not be."""
 
+import _ctypes
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,6 +220,48 @@ def test_limits_that_the_launcher_got_meanwhile_hold_for_its_ranks(machine_with:
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, limits)
     assert machine.lines[-1].endswith("again: limits of cpsr run is not as it was")
+
+
+def test_the_process_never_runs_the_script(machine_with: Callable[..., Machine]) -> None:
+    machine = machine_with("import os, signal; signal.signal(signal.SIGUSR1, lambda *_: os.listdir('/missing'))")
+    machine.start()
+    os.kill(int(machine.until_told().partition("process ")[2].partition(",")[0]), signal.SIGUSR1)
+    assert machine.until_told().endswith("the warm process ended with status 1")  # the script would end with 0
+
+
+def test_a_rank_is_waited_for_on_any_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open", raising=False)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        rank = ForkedRank(process.pid)
+        with pytest.raises(subprocess.TimeoutExpired):
+            rank.wait(0.1)
+        process.kill()
+        assert rank.wait() == rank.wait(0.0) == -signal.SIGKILL
+        assert ForkedRank(process.pid).wait() == 1  # its status was taken
+
+
+def test_ranks_start_fresh_where_the_launcher_gets_no_forks_as_children(
+    machine_with: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpsr.launch.warm.prctl", lambda *_: None)
+    machine = machine_with()
+    machine.start()
+    machine.until_told()
+    assert isinstance(machine.start(), subprocess.Popen)
+    assert machine.lines[-1].endswith("(it has ended, or is no child of cpsr run)")
+    assert len(machine.output.read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize(("name", "told"), [("libopenblas-old.so", "the threads of /"), ("openblas/lib.so", "fork")])
+def test_an_openblas_whose_threads_cannot_be_set_is_told(
+    machine_with: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, told: str
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    shutil.copy(_ctypes.__file__, tmp_path / name)
+    machine = machine_with(f"import ctypes; library = ctypes.CDLL({str(tmp_path / name)!r})")
+    machine.start()
+    assert told in machine.until_told()
 
 
 @pytest.mark.parametrize("when", ["before", "during"])

@@ -73,6 +73,20 @@ def test_a_process_that_ends_by_an_error_has_written_its_files(tmp_path: Path, f
     assert (tmp_path / "log").read_text() == "step 1 exit"
 
 
+STUCK = """
+import cpsr, os, threading, time
+full = os.fdopen(os.pipe()[1], "wb")
+threading.Thread(target=full.write, args=(bytes(1 << 20),), daemon=True).start()
+time.sleep(0.5)
+raise ValueError
+"""
+
+
+@pytest.mark.timeout(60)
+def test_a_process_ends_by_an_error_while_a_thread_waits_in_a_write(tmp_path: Path) -> None:
+    assert child(STUCK, tmp_path).returncode == 1
+
+
 def test_the_others_do_not_wait_until_a_failed_process_has_searched_for_garbage(tmp_path: Path) -> None:
     code = "import gc; gc.callbacks.append(lambda *_: print(len(gc.get_objects())))\nimport cpsr"
     counted = [int(line) for line in child(f"{code}\nraise ValueError", tmp_path).stdout.split()]

@@ -24,14 +24,17 @@ def _restore_path() -> None:
 
 sys.path[:] = [path for path in sys.path if path != _FOLDER]
 _restore_path()
-with suppress(ImportError):  # another Python than the launcher's, which `--no-python` allows
-    import cpsr  # noqa: F401 - reports what ends this process
-
 if "CPSR_WARM" in os.environ:
-    from cpsr.launch.warm_process import become_rank
+    try:
+        from cpsr.launch.warm_process import become_rank
 
-    become_rank()
+        become_rank()
+    except BaseException:  # noqa: BLE001 - Python would go on with the script; the launcher sees this process end
+        os._exit(1)
     _restore_path()
+else:
+    with suppress(ImportError):  # another Python than the launcher's, which `--no-python` allows
+        import cpsr  # noqa: F401 - reports what ends this process
 
 _own = PathFinder.find_spec("sitecustomize", sys.path)
 if _own is not None and _own.loader is not None:
