@@ -83,7 +83,7 @@ class StateEntry:
                 raise self._refused("its state", entry)
             self.form = ["dict", type(entry) is OrderedDict, [[key, self._form_of(key, entry[key])] for key in entry]]
         self.kinds = tuple(kind for _, kind in self._numbers.values())
-        self._addresses = [_address(one) for one in self.tensors.values()]
+        self._places = [_place(one) for one in self.tensors.values()]
         self.key = json.dumps(self.form)
 
     def same(self) -> bool:
@@ -93,7 +93,7 @@ class StateEntry:
             len(entry) == len(self._kept) + len(self._numbers)
             and all(map(is_, map(entry.get, self._kept, repeat(_ABSENT)), self._kept.values()))
             and all(_number_kind(entry.get(key)) == kind for key, kind in self._numbers.values())
-            and self._addresses == [_address(one) for one in self.tensors.values()]
+            and self._places == [_place(one) for one in self.tensors.values()]
         )
 
     @property
@@ -292,8 +292,10 @@ def flat_view(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return (local(tensor) if is_distributed(tensor) else tensor).data_ptr()
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Where its elements lie, and in which order."""
+    address = (local(tensor) if is_distributed(tensor) else tensor).data_ptr()
+    return address, tensor.size(), tensor.stride()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -52,7 +52,8 @@ class StateLayout:
         self._with_rest = [(str(index), known) for index, known in enumerate(found) if known.without_place()]
         forms = dict[str, int]()
         places = [forms.setdefault(state.key, len(forms)) for state in states]
-        optimizers = optimizers_of(every)
+        optimizers = self._optimizers = optimizers_of(every)
+        self._groups = self._present_groups()
         # Some optimizers change the order in memory of parameters.
         strides = ((str(at), one.master.stride()) for at, one in enumerate(every) if one.whole and not _in_order(one))
         self.form = {
@@ -75,6 +76,7 @@ class StateLayout:
         entries = chain.from_iterable(map(optimizer.state.get, masters) for optimizer, masters in self._owners)
         return (
             all(map(is_, entries, self._entries))
+            and [*map(id, self._present_groups())] == [*map(id, self._groups)]
             and [*map(len, self._present)] == self._lengths
             and _in_turn(self._present, dict.keys) == self._keys
             and self._holds_values(_in_turn(self._present, dict.values))
@@ -91,9 +93,12 @@ class StateLayout:
         return [*map(torch.Tensor.data_ptr, tensors)]
 
     def _present_shapes(self) -> list[Any]:
-        """Those of the tensors that are updated."""
-        masters = self._masters
-        return [*map(torch.Tensor.size, masters), *map(torch.Tensor.stride, masters)]
+        """Those of the tensors that are updated, and the order of every tensor in memory."""
+        return [*map(torch.Tensor.size, self._masters), *map(torch.Tensor.stride, self._tensors)]
+
+    def _present_groups(self) -> list[dict[str, Any]]:
+        """All of the optimizers, also those without a tensor."""
+        return [*chain.from_iterable(one.param_groups for one in self._optimizers)]
 
     def entries_of(self, optimizer: torch.optim.Optimizer) -> int:
         """How many entries it has for these tensors."""

@@ -176,8 +176,16 @@ class Changing:
     def beside(self) -> None:
         self.optimizer.state["shared"] = {"count": len(self.optimizer.state), "sum": torch.ones(2)}
 
+    def turned_moment(self) -> None:
+        if "exp_avg" in self.kept:
+            moment = self.kept["exp_avg"]
+            moment.as_strided_((4, 3), (1, 4) if moment.is_contiguous() else (3, 1))
+
+    def one_more_empty_group(self) -> None:
+        self.optimizer.add_param_group({"params": []})
+
     def one_more_trained(self) -> None:
-        if len(self.optimizer.param_groups) == 2:
+        if not any(one is self.module[3].weight for group in self.optimizer.param_groups for one in group["params"]):
             self.optimizer.add_param_group({"params": [*self.module[3].parameters()], "lr": 0.3})
 
     def groups_exchanged(self) -> None:
