@@ -206,6 +206,9 @@ class _Imports:
         torch: Any = sys.modules.get("torch")
         if torch is not None and (torch.cuda.is_initialized() or _forks_without(torch)):
             yield "an import touched CUDA"
+        tempfile: Any = sys.modules.get("tempfile")
+        if tempfile is not None and tempfile._name_sequence is not None:  # the first fork that ends may remove it
+            yield "an import made a temporary file or folder"
         yield from _random_generators()
         yield from _kept_environments()
         if _blas_threads(os.environ) > 1 and len(_blas_setters()) < len(_blas_files()):

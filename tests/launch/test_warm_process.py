@@ -128,6 +128,7 @@ def test_forks_are_ranks_and_the_process_does_not_grow(machine_with: Callable[..
         ("import subprocess; process = subprocess.Popen(['sleep', '3'])", "", "started a process"),
         ("log = open('/dev/full', 'a')", "", "an import opened /dev/full"),
         ("import mmap; memory = mmap.mmap(-1, 4096)", "", "an import shares memory"),
+        ("import tempfile; tempfile.TemporaryDirectory()", "", "an import made a temporary file or folder"),
         ("import numpy; generator = numpy.random.default_rng()", "", "made a random generator (numpy.random."),
         ("import os; variables = dict(os.environ)", "", "keeps the environment (installed.variables)"),
         ("import os; VALUE = os.environ.get('SETTING')", "os.environ['SETTING'] = '1'", "the script sets SETTING"),
