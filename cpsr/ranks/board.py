@@ -93,8 +93,9 @@ class Exchange:
         self._rank, slots = group.rank, group.size + 1
         self._board, leader = self._open_board(group, slots)
         self._store = PrefixStore(f"{group_name()}/", _get_default_store())
-        self._store = getattr(self._store, "clone", lambda: self._store)()  # others may wait in theirs
-        self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        if hasattr(self._store, "clone"):  # a connection of its own, since others may wait in theirs; before 2.8 shared
+            self._store = self._store.clone()
+            self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
         self._told: tuple[Report, Held] | None = None
         self._said: tuple[bytes, Proposal | None] = b"", None
         self.report(Report())
