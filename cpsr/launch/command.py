@@ -60,7 +60,8 @@ def run_job(arguments: Sequence[str]) -> int:
         path = os.environ.get("PYTHONPATH", "")
         os.environ["PYTHONPATH"] = f"{_RANK_START}{os.pathsep}{path}" if path else str(_RANK_START)
         report = Report(Path(directory))
-        warm = WarmRanks(report, _report, is_on=not (parsed.no_warm or parsed.no_python))
+        details = _report if parsed.verbose else (lambda line: None)
+        warm = WarmRanks(report, _report, details, is_on=not (parsed.no_warm or parsed.no_python))
         try:
             with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report, warm):
                 torchrun.run(parsed)  # type: ignore[no-untyped-call]

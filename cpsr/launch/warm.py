@@ -71,12 +71,19 @@ class WarmRanks:
     Args:
         report: what the ranks report.
         print_line: prints one line.
+        print_detail: prints one line for people who look into it.
         is_on: whether there may be one.
     """
 
-    def __init__(self, report: Report, print_line: Callable[[str], None], is_on: bool = True) -> None:
+    def __init__(
+        self,
+        report: Report,
+        print_line: Callable[[str], None],
+        print_detail: Callable[[str], None],
+        is_on: bool = True,
+    ) -> None:
         self._report = report
-        self._print_line = print_line
+        self._print_line, self._print_detail = print_line, print_detail
         self._command: tuple[str, ...] = ()  # of the first rank of this machine
         self._environment: dict[str, str] = {}
         self._process: _WarmProcess | None = None
@@ -89,7 +96,7 @@ class WarmRanks:
             return
         try:
             self._begin()
-            obstacle = None if self._process is None else self._process.look(self._print_line)
+            obstacle = None if self._process is None else self._process.look(self._print_detail)
         except OSError as error:
             obstacle = f"the warm process does not answer ({error})"
         if obstacle is not None:

@@ -161,6 +161,10 @@ class _Imports:
         main: Any = sys.modules["__main__"]
         if self._imported.main:
             main.__file__ = self._imported.main  # some ask for it, to know whether Python is interactive
+        # Modules are in the order in which their imports ended: a package that extends the path follows its parts.
+        sys.path += [
+            one for one in self._imported.path if one not in sys.path and is_of_environment("", f"{one}{os.sep}")
+        ]
         os.environ[BLAS_THREADS] = "1"
         os.environ.__class__ = _Environment
         gc.disable()  # finds nothing while modules are loaded

@@ -132,7 +132,7 @@ def test_a_rank_cannot_tell_a_fork_from_a_fresh_start(
     (tmp_path / "helper.py").write_text("VALUE = 7\n")
     (tmp_path / "sitecustomize.py").write_text("import os\nos.environ['CUSTOMIZED'] = os.environ.get('RANK', '')\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
-    command = ["cpsr", "run", "--nproc-per-node=2", *options, *script]
+    command = ["cpsr", "run", "--verbose", "--nproc-per-node=2", *options, *script]
     with Launched(tmp_path, command, {"OMP_NUM_THREADS": threads, "PYTHONPATH": path}) as launched:
         launched.until(is_ready)
         os.kill(launched.pids()[1], signal.SIGKILL)
@@ -159,7 +159,7 @@ def is_fork(pid: int) -> bool:
 @pytest.mark.timeout(300)
 def test_forks_come_back_after_the_end_of_one_rank_and_of_all_and_end_with_the_launcher(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT.replace("randn(4000, 4)", "randn(40000, 4)"))
-    command = ["cpsr", "run", "--nproc-per-node=2", "train.py", "run", "100000", "0.05"]
+    command = ["cpsr", "run", "--verbose", "--nproc-per-node=2", "train.py", "run", "100000", "0.05"]
     with Launched(tmp_path, command) as launched:
         launched.until(is_ready)
         process = psutil.Process(int(launched.output.partition(READY)[2].split()[0].rstrip(",")))
@@ -172,7 +172,7 @@ def test_forks_come_back_after_the_end_of_one_rank_and_of_all_and_end_with_the_l
             launched.until(partial(has_reached, iteration=trained + 20))
             assert [is_fork(pid) for pid in launched.pids()] == [True, True]
             assert not {*killed} & {*launched.pids()}
-        assert launched.output.count("exact from") == 2
+        assert "\n".join(launched.lines()).count("exact from") == 2
         assert process.is_running()
         launched.process.kill()
         launched.wait()
@@ -182,7 +182,7 @@ def test_forks_come_back_after_the_end_of_one_rank_and_of_all_and_end_with_the_l
 @pytest.mark.timeout(300)
 def test_no_warm_process_where_it_is_not_wanted(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = ["cpsr", "run", "--no-warm", "--nproc-per-node=1", "train.py", "run", "60", "0.02"]
+    command = ["cpsr", "run", "--verbose", "--no-warm", "--nproc-per-node=1", "train.py", "run", "60", "0.02"]
     with Launched(tmp_path, command) as launched:
         launched.until(partial(has_reached, iteration=20))
         assert launched.children() == launched.pids()

@@ -29,6 +29,7 @@ report().open(Opened("run", 0, 1))
 print("rank", os.environ["RANK"], os.environ.get("SETTING"), flush=True)
 os._exit(int(os.environ["STATUS"]))
 """
+ROOT = Path(__file__).parents[2]
 RANK_START = Path(cpsr.launch.__file__).parent / "rank_start"
 PATIENCE_SECONDS = 60.0
 
@@ -55,7 +56,7 @@ class Machine:
         self.output = folder / "output"
         report = Report(folder / "launcher")
         report.clear()
-        self.warm = WarmRanks(report, self.lines.append)
+        self.warm = WarmRanks(report, self.lines.append, self.lines.append)
         paths = [str(RANK_START), str(self.packages), os.environ.get("PYTHONPATH", "")]
         self._environment = {
             **os.environ,
@@ -134,7 +135,11 @@ def test_forks_are_ranks_and_the_process_does_not_grow(machine_with: Callable[..
         ("import os; VALUE = os.environ.get('SETTING')", "os.environ['SETTING'] = '1'", "the script sets SETTING"),
         ("", "os.environ['OMP_NUM_THREADS'] = '7'", "the script sets OMP_NUM_THREADS"),
         ("", "import colorsys; colorsys.rgb_to_hsv = lambda *_: 0", "the script replaces colorsys.rgb_to_hsv"),
-        ("import tests.launch.jobs", "", "imports load tests.launch.jobs, which is not installed"),
+        (
+            f"import sys; sys.path.append({str(ROOT)!r}); import tests.launch.jobs",
+            "",
+            "imports load tests.launch.jobs, which is not installed",
+        ),
         ("import colorsys", "import sys, types; sys.modules['colorsys'] = types.ModuleType('c')", "made by the script"),
         (
             "import sys; assert hasattr(sys, 'ready')",
@@ -158,6 +163,17 @@ def test_ranks_start_fresh_where_a_fork_would_differ(
     for _ in range(2):
         assert isinstance(machine.start(), subprocess.Popen)
     assert len(machine.lines) == 1
+
+
+def test_parts_are_found_that_a_package_has_put_on_the_path(machine_with: Callable[..., Machine]) -> None:
+    machine = machine_with(
+        "import pathlib, sys; sys.path.append(f'{pathlib.Path(__file__).parent}/parts'); import part"
+    )
+    (machine.packages / "parts").mkdir()
+    (machine.packages / "parts" / "part.py").write_text("")
+    machine.start()
+    assert machine.until_told().startswith("Restarts fork")
+    assert isinstance(machine.start(), ForkedRank)
 
 
 def test_a_module_of_the_user_is_not_taken_for_one_of_the_environment(machine_with: Callable[..., Machine]) -> None:

@@ -45,8 +45,10 @@ def product() -> set[str]:
     return imported(*(f"cpsr/{name}" for name in rooms), "predictor", "fitter", "service")
 
 
-def test_every_dependency_is_imported_by_more_than_a_benchmark() -> None:
-    assert required(PROJECT["dependencies"]) - product() == set()
+def test_every_dependency_is_imported_by_the_product_or_the_first_program() -> None:
+    program = re.findall(r"^(?:from|import) (\w+)", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    shown = {canonicalize_name(packages_distributions().get(name, [name])[0]) for name in program}
+    assert required(PROJECT["dependencies"]) - product() - shown == set()
 
 
 def test_every_import_is_of_a_dependency_or_of_an_extra() -> None:

@@ -200,7 +200,7 @@ def test_they_are_written_once_and_a_checkpoint_costs_what_trains(left_alone: Al
     trained = sum(one.numel * 4 * (1 + len(one.moments)) for one in record.operators.values())
     new = {file: one.bytes for file, one in record.files.items() if kind_of(file) != "frozen"}
     # Three headers of whole blocks, the buffer, random states, and the predictor's numbers.
-    assert sum(new.values()) < trained + 32 * 1024
+    assert sum(new.values()) < trained + 44 * 1024
     assert verify_run(job.run_dir) == []
 
 

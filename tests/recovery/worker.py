@@ -379,7 +379,7 @@ class Faults:
         elif self._phase == "commit":
             before(store_module, "seal", lambda attempt, *rest, **more: attempt.save.iteration == at, self._die)
         elif self._phase == "load":
-            before(CheckpointStore, "load", lambda store, iteration, into: iteration == at, self._die)
+            before(CheckpointStore, "load", lambda store, iteration, *_, **__: iteration == at, self._die)
         elif self._phase == "sigterm-twice":
             again = lambda: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
             before(CheckpointWriter, "close", lambda writer, timeout: True, again)
