@@ -103,7 +103,7 @@ class SimulatedRun:
             path.write_bytes(first.model_copy(update=update).to_bytes())
 
     def _parts(self) -> list[RankManifest]:
-        """Manifests of the first checkpoint; its slabs are kept under another name, which no retention removes."""
+        """Manifests of the first checkpoint; its slabs keep another name, so that retention leaves them."""
         directory = self.store.directory / step_name(self.iteration)
         save = Save(self.iteration, LIFE, 0)
         parts = [

@@ -373,7 +373,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
 
 
 def remove_unlisted(checkpoints: Path, *, after: int = -1) -> None:
-    """Remove uncommitted saves after an iteration, and slabs and manifests that no checkpoint lists.
+    """Remove uncommitted saves after an iteration, and slabs and manifests outside every checkpoint.
 
     No process may write there meanwhile.
     """
@@ -444,7 +444,7 @@ def _listed_in(directory: Path) -> dict[str, int]:
 
 
 def _drop_unlisted(checkpoints: Path, slabs: Iterable[str], found: Catalogue, others: Mapping[str, int] | None) -> None:
-    """Remove of these slabs those that no checkpoint lists, nor a save that is under way.
+    """Remove those of these slabs that no checkpoint lists and no running save writes.
 
     None is removed while a checkpoint cannot be read. What cannot be removed keeps nothing else.
 

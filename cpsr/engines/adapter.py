@@ -8,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +16,15 @@ from cpsr.engines.distributed_tensors import local
 from cpsr.engines.module_state import ModuleState
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts
-from cpsr.engines.naming import Rename, module_identity, named_buffers, parameter_names, plain_name, tensor_identity
+from cpsr.engines.naming import (
+    Rename,
+    module_identity,
+    named_buffers,
+    parameter_names,
+    plain_name,
+    same_objects,
+    tensor_identity,
+)
 from cpsr.engines.optimizer_restore import reshard_optimizers, restore_optimizers
 from cpsr.engines.optimizer_state import OptimizerState, hyperparameters, learning_rate, load_hyperparameters
 from cpsr.engines.schedules import Schedules
@@ -424,7 +431,7 @@ class EngineAdapter(ABC):
     def _outside(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """The other ones, with their names."""
         trained, (before, others) = list(self._trained()), self._others
-        if len(trained) != len(before) or not all(map(is_, trained, before)):
+        if not same_objects(trained, before):
             ids = set(map(id, trained))
             others = [one for one in self._parameters if id(one) not in ids]
             self._others = trained, others

@@ -18,13 +18,8 @@ _ABSENT = object()  # the instance had no attribute of its own: the class's meth
 def uncompiled(act: Callable[..., Any]) -> Callable[..., Any]:
     """What a hook calls: torch.compile ends its graph before it, begins another behind it, and traces nothing of it."""
     why = {} if torch.__version__ < "2.8" else {"reason": _OUTSIDE}
-    outside: Callable[..., Any] = torch.compiler.disable(act, **why)  # type: ignore[no-untyped-call]
-
-    def call(*given: Any) -> Any:
-        # True in what torch.compile traces, and so in what it makes of that. Elsewhere `outside` only costs time.
-        return outside(*given) if torch.compiler.is_compiling() else act(*given)
-
-    return call
+    wrapped: Callable[..., Any] = torch.compiler.disable(act, **why)  # type: ignore[no-untyped-call]
+    return wrapped
 
 
 def forget_compiled_code() -> None:

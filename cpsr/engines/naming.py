@@ -1,6 +1,6 @@
 """Names and identities of a module's tensors, the same on every start."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
@@ -18,6 +18,7 @@ __all__ = [
     "named_buffers",
     "parameter_names",
     "plain_name",
+    "same_objects",
     "state_dict_of",
     "tensor_identity",
 ]
@@ -98,8 +99,12 @@ class NamedBuffers:
     def _same(self) -> bool:
         dicts = self._dicts()
         values = [*chain.from_iterable(map(dict.values, dicts))]
-        same = len(values) == len(self._values) and all(map(is_, values, self._values))
-        return same and self._described(dicts) == self._made_of
+        return same_objects(values, self._values) and self._described(dicts) == self._made_of
+
+
+def same_objects(found: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether these are the same objects as before, in the same order."""
+    return len(found) == len(before) and all(map(is_, found, before))
 
 
 def _as_torch(part: torch.nn.Module) -> bool:

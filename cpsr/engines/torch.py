@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from operator import is_
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from cpsr.engines.distributed_tensors import FullySharded, local, part_of
 from cpsr.engines.evaluation import preserved_training_state, required_loss
 from cpsr.engines.gradient_buckets import GradientBuckets
 from cpsr.engines.moe.token_counts import MixtureOfExperts, ModuleMixture
+from cpsr.engines.naming import same_objects
 from cpsr.engines.schedules import advance_scaler, scaler_state
 from cpsr.engines.torch_loop import TorchLoop
 from cpsr.engines.torch_refusals import (
@@ -134,7 +134,7 @@ class TorchAdapter(EngineAdapter):
         groups = [(one, group, group["params"]) for one in self.optimizers for group in one.param_groups]
         parameters = [parameter for _, _, own in groups for parameter in own]
         kept, ids = self._every, [id(group) for _, group, _ in groups]
-        if kept is None or ids != kept[0] or not _same(parameters, kept[1]):
+        if kept is None or ids != kept[0] or not same_objects(parameters, kept[1]):
             every = [Updated(one, group, p, self._names[id(p)]) for one, group, own in groups for p in own]
             kept = self._every = ids, parameters, every
         return kept[2]
@@ -214,7 +214,3 @@ class TorchAdapter(EngineAdapter):
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
-
-
-def _same(found: list[torch.Tensor], before: list[torch.Tensor]) -> bool:
-    return len(found) == len(before) and all(map(is_, found, before))

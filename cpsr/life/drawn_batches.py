@@ -137,11 +137,6 @@ class DrawWarnings:
         self._steps = 0
         self._said = False
 
-    @property
-    def learns(self) -> bool:
-        """Whether `after_step` is still to be called."""
-        return self._steps < LEARNED
-
     def after_step(self) -> None:
         """A step is complete."""
         self._steps += 1

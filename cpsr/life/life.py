@@ -160,10 +160,9 @@ class Life:
         self.boundary.publish(iteration)
         self.planner.times.step(step.seconds)
         self.loop.follow(iteration, self.saver.saved_iteration)
-        watched = self.probation.active
-        if watched and self._is_given_up(iteration):
+        if self.probation.active and self._is_given_up(iteration):
             return
-        self._save_if_due(iteration, watched=watched and self.probation.active)
+        self._save_if_due(iteration)
         self.probation.measure_if_due(iteration)
         if self._agree(iteration):
             self.leaving.leave_together(self.steps.median_seconds)
@@ -204,13 +203,13 @@ class Life:
         self.loop.state.end_step()
         self.boundary.end_change(iteration)
 
-    def _save_if_due(self, iteration: int, *, watched: bool) -> None:
+    def _save_if_due(self, iteration: int) -> None:
         """Begin what is due, once the loop has finished its iteration.
 
         A predicted state is not saved while it is watched: it may still be discarded, and the checkpoint it came from
         must stay the newest. Where the loop takes several steps on one batch, what is due waits for the last.
         """
-        tail, saver = self.loop.tail, self.saver
+        tail, saver, watched = self.loop.tail, self.saver, self.probation.active
         if not tail.saves:
             if not watched and saver.is_due(iteration):
                 saver.count_from(iteration)
@@ -221,10 +220,8 @@ class Life:
                     tail.defer_here(begin, saves=True)
                 if iteration == self.restored.restored_iteration + FIRST_PLAN_ITERATIONS:
                     self._plan(iteration)  # a failure has changed the rate
-        if not watched and self.memory.windows is not None:
-            end = saver.memory.end_of(iteration, lambda: tail.between_steps)
-            if end is not None:
-                tail.defer_here(end)
+        if not watched and (end := saver.memory.end_of(iteration, lambda: tail.between_steps)) is not None:
+            tail.defer_here(end)
 
     def _begin_checkpoint(self) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch

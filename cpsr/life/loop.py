@@ -207,8 +207,7 @@ class Loop:
         self.learning.bubbles.end_iteration()
         self.tail.after_step()
         self.state.end_step()
-        if self._warnings.learns:
-            self._warnings.after_step()
+        self._warnings.after_step()
         if step.applied:
             self.state.count_update(step.learning_rate)
 

@@ -143,11 +143,7 @@ class RunState:
     @property
     def batches(self) -> int:
         """Batches trained since the start of the run."""
-        draws, stream = self.draws, self._stream
-        first = draws.untrained[0] if draws.untrained else draws.next
-        if first is not None:
-            return first.before.batches
-        return (self._data if stream is None else stream.position).batches
+        return self._trained().batches
 
     @property
     def reached(self) -> DataPosition:

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,10 +101,8 @@ class Saver:
 
     def after_step(self, iteration: int) -> None:
         """A step is complete: replay what a window has of it, and report on saves."""
-        if self._host_memory.windows is not None:
-            self._host_memory.after_step(iteration)
-        if outcomes := self._writer.outcomes():
-            self._surface(outcomes)
+        self._host_memory.after_step(iteration)
+        self.surface()
         self._target.notify(self.saved_iteration)
         self._report_copies()
 
@@ -180,14 +177,12 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for a running copy, whose source is about to change; the writer gets that of a checkpoint."""
-        if self._host_memory.windows is not None:
-            self.memory.before_update()
-        if (running := self.pool.running) is None:
-            return
+        self.memory.before_update()
+        running = self.pool.running
         try:
             snapshot = self.pool.finish()
         except (SaveError, UnsupportedEngineError) as error:
-            if not running.disk:
+            if running is not None and not running.disk:
                 self.memory.failed(running.iteration, error)
             else:
                 self._skip(self._last_due, error)
@@ -262,10 +257,7 @@ class Saver:
 
     def surface(self) -> None:
         """Log and record how saves ended since the last call."""
-        self._surface(self._writer.outcomes())
-
-    def _surface(self, outcomes: Sequence[SaveOutcome]) -> None:
-        for outcome in outcomes:
+        for outcome in self._writer.outcomes():
             report_save(self._journal, outcome, self._origins.pop(outcome.iteration, "trained"))
             if outcome.status in ("committed", "written"):
                 self.saved_iteration = outcome.iteration

@@ -99,8 +99,7 @@ class Boundary:
 
     def begin_update(self) -> None:
         """The optimizer begins: see `begin_change`."""
-        self.changing = True
-        self.emergency_dump.begin_update()
+        self.begin_change()
         if self._on_device:
             self._publication.begin_update()
 

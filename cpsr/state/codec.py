@@ -153,7 +153,7 @@ class _Encoder:
 
 
 def _packed(integers: tuple[Any, ...]) -> torch.Tensor | None:
-    """A tuple as a tensor of 64-bit integers, that nobody writes to; None where it has other items."""
+    """A tuple of integers as a shared int64 tensor, which callers must not change; None for other tuples."""
     for known, packed in list(_kept):  # from any thread
         if known is integers:
             return packed

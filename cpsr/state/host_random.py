@@ -43,7 +43,7 @@ class _Kept(Generic[Generator]):
 
     Args:
         generator: whose state it is.
-        read: returns it; nobody writes to what it returned.
+        read: returns the state, which callers must not change.
         look: at the memory of a generator.
         draws: of another such generator; each changes its memory, or the memory is not looked at.
     """
@@ -95,7 +95,7 @@ _python, _numpy = _kept_python(), _kept_numpy()
 
 
 def capture_host_rng() -> dict[str, Any]:
-    """Random states of Python, NumPy's global generator and torch on the CPU, as plain data; nobody writes to them."""
+    """Random states of Python, NumPy's global generator and torch on the CPU: plain data, not to be changed."""
     return {"python": _python.get(), "numpy": _numpy.get(), "torch": torch.get_rng_state()}
 
 

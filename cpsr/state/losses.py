@@ -66,8 +66,7 @@ class LossRecorder:
     def begin_micro_batch(self) -> None:
         """A micro-batch begins: what the script logs from here on is of the open iteration."""
         if self._closed:
-            self._closed = False
-            self._logged.clear()
+            self._logged, self._closed = [], False
 
     def log(self, loss: torch.Tensor) -> None:
         """Add a loss that the script reports; of one iteration, these replace the losses that the engine reports.
@@ -90,12 +89,9 @@ class LossRecorder:
 
     def close_iteration(self) -> None:
         """The micro-batches so far are all of the iteration: `newest` is their mean."""
-        if self._closed:  # a step without a forward
-            self._logged.clear()
-        losses = self._logged or self._micro
-        self._latest = losses[0] if len(losses) == 1 else _mean(losses)
-        self._micro.clear()
-        self._closed = True
+        self.begin_micro_batch()
+        self._latest = _mean(self._logged or self._micro)
+        self._micro, self._closed = [], True
 
     @property
     def newest(self) -> torch.Tensor | None:

@@ -82,10 +82,7 @@ class CheckpointTarget:
 
     def reports(self) -> list[Report]:
         """Events since the last call, oldest first."""
-        told = []
-        while self._reports:
-            told.append(self._reports.popleft())
-        return told
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def _report(self, kind: str, message: str, iteration: int | None, level: int = logging.WARNING) -> None:
         """Report an event of all ranks, on rank 0."""
