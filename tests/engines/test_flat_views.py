@@ -141,7 +141,8 @@ class Changing:
         self.optimizer.param_groups[1]["lr"] *= 0.5
 
     def loaded(self) -> None:
-        self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        if "step" in self.kept or not self.kept:  # AdamW itself loads no other entry
+            self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
 
     def other_moment(self) -> None:
         self.kept["exp_avg"] = self.kept.get("exp_avg", torch.zeros(4, 3)) + 1.0
