@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpsr.benchmarks.harness.intervals import Estimate, median_interval
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_sum_interval
 from cpsr.benchmarks.harness.processes import wait_for
 from cpsr.demo.device import CPU
 from cpsr.engines.adapter import EngineAdapter
+from cpsr.life.saver import Saver
 from cpsr.recovery import CPSRRecovery
 
 __all__ = [
@@ -32,19 +33,30 @@ WARM_UP_STEPS = 10
 
 @dataclass(frozen=True)
 class Pair:
-    """Seconds of one block with the wrapper and of its neighbour without, `BLOCK_STEPS` steps each."""
+    """Seconds of one block with the wrapper and of its neighbour without, `BLOCK_STEPS` steps each.
+
+    Attributes:
+        attached_seconds: with it.
+        detached_seconds: without.
+        snapshots: to host memory, in the former.
+        interval_iterations: between these, as it was planned by then; None: none are taken.
+    """
 
     attached_seconds: float
     detached_seconds: float
+    snapshots: int = 0
+    interval_iterations: int | None = None
 
 
-def in_turns(block: Callable[[bool], float], pairs: int) -> list[Pair]:
+def in_turns(block: Callable[[bool], float], pairs: int, saver: Saver) -> list[Pair]:
     """Blocks with, without, without, with; `block` trains one and returns its seconds."""
     measured = []
     for index in range(pairs):
+        before = saver.memory.taken
         order = (True, False) if index % 2 == 0 else (False, True)
         seconds = {attached: block(attached) for attached in order}
-        measured.append(Pair(seconds[True], seconds[False]))
+        taken, interval_iterations = saver.memory.taken - before, saver.plan.memory_interval_iterations
+        measured.append(Pair(seconds[True], seconds[False], taken, interval_iterations))
     return measured
 
 
@@ -57,6 +69,8 @@ def measure_pairs(
     device: str,
 ) -> list[Pair]:
     """Alternate between the loop that users write with the wrapper and the one without: with, without, without, with.
+
+    A snapshot in the step that is not timed counts as well: it shows as one that cost less.
 
     Args:
         adapter: of the engine; the wrapper is attached.
@@ -80,7 +94,7 @@ def measure_pairs(
             adapter.attach(recovery.life)
         return block_seconds(wrapped if with_wrapper else plain, step, device)
 
-    measured = in_turns(block, pairs)
+    measured = in_turns(block, pairs, recovery.life.saver)
     adapter.detach()
     adapter.attach(recovery.life)
     return measured
@@ -112,7 +126,11 @@ class VariantResult:
         aim: the overhead should be below.
         step_seconds: median step without what is measured.
         overheads: relative overhead of every `with, without, without, with`, by run.
-        overhead: median of all of them.
+        snapshots: to host memory in each of these.
+        interval_iterations: between snapshots to host memory, as planned in the end; None: none were taken.
+        steps_overhead: median of those without a snapshot.
+        snapshot_seconds: by which one lengthens training; None where all, or none of them had one.
+        overhead: of both, with a snapshot in each interval.
         run_medians: median of each run.
     """
 
@@ -120,6 +138,10 @@ class VariantResult:
     aim: float
     step_seconds: float
     overheads: list[list[float]]
+    snapshots: list[list[int]]
+    interval_iterations: int | None
+    steps_overhead: Estimate
+    snapshot_seconds: Estimate | None
     overhead: Estimate
     run_medians: list[float]
 
@@ -139,20 +161,39 @@ class VariantResult:
 
 
 def summarise(variant: str, runs: Sequence[Sequence[Pair]], aim: float) -> VariantResult:
-    """The figures of one variant.
+    """The figures of one variant: a snapshot falls into few blocks, whose median would not show it.
 
     Two neighbouring pairs have opposite orders and are taken together: a machine that speeds up or slows down steadily
     cancels out.
     """
-    overheads = [_overheads(run) for run in runs]
+    overheads, snapshots = [_overheads(run) for run in runs], [_snapshots(run) for run in runs]
+    every = [one for run in zip(overheads, snapshots, strict=True) for one in zip(*run, strict=True)]
+    without, containing = [one for one, taken in every if not taken], [one for one in every if one[1]]
+    step_seconds = statistics.median(pair.detached_seconds / BLOCK_STEPS for run in runs for pair in run)
+    interval_iterations = runs[-1][-1].interval_iterations
+    steps_overhead = overhead = median_interval(without or [one for one, _ in every])
+    snapshot_seconds = None
+    if without and containing and interval_iterations:
+        # A quartet has two blocks with the wrapper.
+        extra = [(one - steps_overhead.value) * 2 * BLOCK_STEPS / taken for one, taken in containing]  # in steps
+        snapshot_seconds = median_interval([one * step_seconds for one in extra])
+        overhead = median_sum_interval(without, [one / interval_iterations for one in extra])
     return VariantResult(
         variant=variant,
         aim=aim,
-        step_seconds=statistics.median(pair.detached_seconds / BLOCK_STEPS for run in runs for pair in run),
+        step_seconds=step_seconds,
         overheads=overheads,
-        overhead=median_interval([overhead for run in overheads for overhead in run]),
+        snapshots=snapshots,
+        interval_iterations=interval_iterations,
+        steps_overhead=steps_overhead,
+        snapshot_seconds=snapshot_seconds,
+        overhead=overhead,
         run_medians=[statistics.median(run) for run in overheads],
     )
+
+
+def _snapshots(run: Sequence[Pair]) -> list[int]:
+    return [first.snapshots + second.snapshots for first, second in zip(run[::2], run[1::2], strict=True)]
 
 
 def _overheads(run: Sequence[Pair]) -> list[float]:

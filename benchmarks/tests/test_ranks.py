@@ -31,6 +31,16 @@ def test_overhead_is_relative_its_spread_is_by_run_and_a_machine_that_slows_down
     assert summarise("job", [[Pair(1.0, 1.1), Pair(1.3, 1.2)]], overhead.AIM).overhead.value == pytest.approx(0.0)
 
 
+def test_a_snapshot_that_few_blocks_contain_counts_as_often_as_it_is_planned() -> None:
+    """Steps of 0.2 s that cost 1%, and snapshots of 0.1 s every 25 steps, which are 2%."""
+    without, containing = [Pair(1.01, 1.0, 0, 25)] * 2, [Pair(1.01, 1.0, 0, 25), Pair(1.11, 1.0, 1, 25)]
+    result = summarise("job", [[*without * 8, *containing * 2]], overhead.AIM)
+    assert result.steps_overhead.value == pytest.approx(0.01)
+    assert result.snapshot_seconds is not None
+    assert result.snapshot_seconds.value == pytest.approx(0.1)
+    assert result.overhead.value == pytest.approx(0.03)
+
+
 ALONE = "torch, one process"
 
 

@@ -69,7 +69,7 @@ class MemoryConfig(Section):
         "many at most. With experts.policy, a set interval lets each copy as many experts as fit behind a step.",
     )
     budget_fraction: float = Field(
-        default=0.01,
+        default=0.0025,
         ge=0,
         le=1,
         description="Share of the training time that a planned interval may spend on snapshots even if failures are "

@@ -227,7 +227,7 @@ class MemorySnapshots:
         """Its copy is complete: it stays in memory until newer ones overwrite it."""
         self.taken += 1
         self.stalls_seconds.append(snapshot.stall_seconds)
-        self._planner.note_memory(snapshot.stall_seconds)
+        self._planner.note_memory(snapshot.stall_seconds, snapshot.copy_seconds)
         self._pool.release(snapshot)
 
     def restart(self, iteration: int) -> None:

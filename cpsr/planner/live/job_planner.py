@@ -119,9 +119,9 @@ class JobPlanner:
             with self._lock:
                 self._saves.append(outcome)
 
-    def note_memory(self, stall_seconds: float) -> None:
-        """A snapshot went to host memory alone, and training waited so long for it."""
-        self.times.snapshot(stall_seconds)
+    def note_memory(self, stall_seconds: float, copy_seconds: float) -> None:
+        """A snapshot went to host memory alone; see `RankTimes.snapshot`."""
+        self.times.snapshot(stall_seconds, copy_seconds)
         if self.times.snapshots == MEASURED:  # a long fixed interval may have no checkpoint for hours
             self._wake.set()
 

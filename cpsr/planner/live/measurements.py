@@ -31,8 +31,9 @@ class RankCosts:
         persist_seconds: from the snapshot to the rank's files being durable, and on rank 0 the commit.
         parameters: weights that the rank owns, or all ranks together.
         mean_second_moment: of its gradients, or of all ranks'; None if the optimizer keeps none.
-        memory: medians of its snapshots in host memory, by name: `stall_seconds` of those that went to memory alone,
-            `copy_seconds` of those of checkpoints, `replica_seconds` until a replica is whole on another machine.
+        memory: medians of its snapshots in host memory, by name: `stall_seconds`, by which those that went to memory
+            alone lengthen a step, `copy_seconds` for which training waited for those of checkpoints, and
+            `replica_seconds` until a replica is whole on another machine.
     """
 
     stall_seconds: float
@@ -51,8 +52,10 @@ class RankCosts:
 class RankTimes:
     """The newest times of this rank's checkpoints and snapshots: noted by the training thread, read by the planner's.
 
-    A checkpoint's stall is how much longer steps take from its begin until it is durable. Until a time is measured in
-    this life, that of the last life stands for it.
+    A checkpoint's stall is how much longer steps take from its begin until it is durable. That of a snapshot to memory
+    is how much longer its step takes, since a thread that copies takes its time from training where all cores compute.
+    It is at least as long as training waited. It is at most that and the copy: what the script does in the same steps,
+    as an evaluation, is not its cost. Until a time is measured in this life, that of the last life stands for it.
 
     Args:
         parameters: weights that the rank owns.
@@ -66,10 +69,10 @@ class RankTimes:
         self._parameters = parameters
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
         self._under_way: list[float] | None = None
-        self._snapshot_seconds = 0.0
+        self._snapshot: tuple[float, float] | None = None  # of the step under way: waited for, and copied for
         self._saves: deque[tuple[SaveOutcome, float]] = deque(maxlen=MEASURED)
         self._before: RankCosts | None = None
-        names = ("stall_seconds", "copy_seconds", "replica_seconds")
+        names = ("stall_seconds", "copy_seconds", "replica_seconds", "longer_seconds")
         self._memory: dict[str, deque[float]] = {name: deque(maxlen=MEASURED) for name in names}
         self._lock = threading.Lock()
 
@@ -79,11 +82,17 @@ class RankTimes:
             self._under_way = []
 
     def step(self, seconds: float) -> None:
-        """Add the duration of one step; its wait for a snapshot to memory alone is no cost of the disk."""
+        """Add the duration of one step; what a snapshot to memory alone takes of it is no cost of the disk."""
         with self._lock:
-            seconds -= self._snapshot_seconds
-            self._snapshot_seconds = 0.0
-            (self._calm if self._under_way is None else self._under_way).append(seconds)
+            snapshot, self._snapshot = self._snapshot, None
+            if self._under_way is not None:
+                self._under_way.append(seconds if snapshot is None else seconds - snapshot[0])
+            elif snapshot is None:
+                self._calm.append(seconds)
+            elif len(self._calm) >= CALM_STEPS_MIN:
+                stall_seconds, copy_seconds = snapshot
+                longer = seconds - statistics.median(self._calm)
+                self._memory["longer_seconds"].append(min(longer, stall_seconds + copy_seconds))
 
     def durable(self, outcome: SaveOutcome) -> None:
         """The checkpoint is durable: its stall is at least the time in which training waited."""
@@ -96,11 +105,16 @@ class RankTimes:
             self._saves.append((outcome, stall_seconds))
             self._memory["copy_seconds"].append(outcome.stall_seconds)
 
-    def snapshot(self, stall_seconds: float) -> None:
-        """A snapshot went to host memory alone, and training waited so long for it."""
+    def snapshot(self, stall_seconds: float, copy_seconds: float) -> None:
+        """A snapshot went to host memory alone, in the step under way.
+
+        Args:
+            stall_seconds: for which training waited.
+            copy_seconds: that the copy took.
+        """
         with self._lock:
             self.snapshots += 1
-            self._snapshot_seconds += stall_seconds
+            self._snapshot = stall_seconds, copy_seconds
             self._memory["stall_seconds"].append(stall_seconds)
 
     def replica(self, seconds: float) -> None:
@@ -119,6 +133,8 @@ class RankTimes:
             if before is None and memory_alone and self.snapshots >= MEASURED:
                 before = RankCosts(0.0, 0.0, self._parameters, None)
             memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
+        if (longer := memory.pop("longer_seconds", None)) is not None:
+            memory["stall_seconds"] = max(memory["stall_seconds"], longer)
         if before is not None:
             memory = {**before.memory, **memory}
         if not saves:

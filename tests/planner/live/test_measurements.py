@@ -47,13 +47,35 @@ def test_slower_steps_while_it_is_written_are_its_cost() -> None:
 def test_snapshots_to_memory_meanwhile_are_not_its_cost() -> None:
     meter = RankTimes(1)
     for _ in range(20):
-        meter.snapshot(0.02)
+        meter.step(0.1)
+        meter.snapshot(0.02, 0.0)
         meter.step(0.12)
     meter.begun()
     for _ in range(5):
-        meter.snapshot(0.02)
+        meter.snapshot(0.02, 0.0)
         meter.step(0.13)
     assert stall(meter, 0.0) == pytest.approx(0.05)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "stall_seconds"),
+    [
+        (0.1, 0.002),  # a core had nothing else to do: what training waited
+        (0.104, 0.004),
+        (9.0, 0.007),  # the script evaluates in these steps: what it waited, and the copy
+    ],
+)
+def test_a_snapshot_to_memory_costs_what_its_step_takes_longer(step_seconds: float, stall_seconds: float) -> None:
+    meter = RankTimes(1)
+    for _ in range(8):
+        for _ in range(9):
+            meter.step(0.1)
+        meter.snapshot(0.002, 0.005)
+        meter.step(step_seconds)
+    costs = meter.costs(memory_alone=True)
+    assert costs is not None
+    assert costs.memory["stall_seconds"] == pytest.approx(stall_seconds)
+    assert "longer_seconds" not in costs.memory
 
 
 @pytest.mark.parametrize(("calm", "under_way"), [(4, [9.0]), (20, [])])
