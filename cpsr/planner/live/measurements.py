@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 MEASURED = 8  # times are medians of this many checkpoints, snapshots or replicas
 CALM_STEPS = 50  # the pace of training is the median of this many steps without a checkpoint under way
 CALM_STEPS_MIN = 5
+LONGER_STEPS = 32  # with a snapshot in memory, whose median is taken: single steps differ by more than it costs
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,9 @@ class RankTimes:
         self._snapshot: tuple[float, float] | None = None  # of the step under way: waited for, and copied for
         self._saves: deque[tuple[SaveOutcome, float]] = deque(maxlen=MEASURED)
         self._before: RankCosts | None = None
-        names = ("stall_seconds", "copy_seconds", "replica_seconds", "longer_seconds")
+        names = ("stall_seconds", "copy_seconds", "replica_seconds")
         self._memory: dict[str, deque[float]] = {name: deque(maxlen=MEASURED) for name in names}
+        self._memory["longer_seconds"] = deque(maxlen=LONGER_STEPS)
         self._lock = threading.Lock()
 
     def begun(self) -> None:
