@@ -323,7 +323,7 @@ def test_snapshots_beside_a_fixed_interval_wait_for_no_checkpoint(tmp_path: Path
     found = proposed(planner)
     planner.close()
     assert found is not None
-    assert (found.interval_iterations, found.memory_interval_iterations) == (5000, 200), "0.25% of the time is 0.25 ms a step"
+    assert (found.interval_iterations, found.memory_interval_iterations) == (5000, 200), "the budget is 0.25 ms a step"
     assert planner.state_dict(found)["costs"] is None, "other ranks' checkpoints are measured, or not reported"
 
 
