@@ -2,8 +2,7 @@
 
 import multiprocessing
 import os
-import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +15,6 @@ from cpsr.ranks.heartbeat import HeartbeatFiles
 __all__ = ["NAMES", "calls_of", "holding_locks"]
 
 NAMES = (*CHANGING, *READING, "stat", "lstat", "newfstatat", "statx", "access", "faccessat", "fcntl")
-OTHER_FILES = 100  # that a process has open
 _FORKED = multiprocessing.get_context("fork")  # what is counted has its objects already
 
 
@@ -51,10 +49,10 @@ def _work(work: Callable[[], object], begin: Connection) -> None:
 
 
 @contextmanager
-def holding_locks(run_dir: Path, ranks: int) -> Iterator[None]:
-    """A process that holds the locks of all ranks, as each holds its own while it lives."""
+def holding_locks(run_dir: Path, machines: Collection[int]) -> Iterator[None]:
+    """A process that holds the locks of all machines, as each of their processes does while it lives."""
     here, there = _FORKED.Pipe()
-    process = _FORKED.Process(target=_hold, args=(run_dir, ranks, there), daemon=True)
+    process = _FORKED.Process(target=_hold, args=(run_dir, machines, there), daemon=True)
     process.start()
     here.recv()
     try:
@@ -64,10 +62,8 @@ def holding_locks(run_dir: Path, ranks: int) -> Iterator[None]:
         process.join()
 
 
-def _hold(run_dir: Path, ranks: int, ready: Connection) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(ranks + OTHER_FILES, hard), hard))
-    for rank in range(ranks):
-        HeartbeatFiles(run_dir, LIFE).hold(rank)
+def _hold(run_dir: Path, machines: Collection[int], ready: Connection) -> None:
+    for machine in machines:
+        HeartbeatFiles(run_dir, LIFE).hold(machine)
     ready.send(None)
     ready.recv()  # until it is killed

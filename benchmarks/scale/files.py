@@ -4,7 +4,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ from cpsr.benchmarks.scale.simulated import LIFE, RANKS_PER_MACHINE, SimulatedRu
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import RanksConfig
 from cpsr.journal import EventFile, EventRow, Journal
-from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.board import Board
 from cpsr.ranks.liveness import Liveness
 
 __all__ = ["Cost", "file_costs"]
@@ -41,7 +40,7 @@ class Cost:
     seconds: float
     processor_seconds: float
     calls: int | None = None
-    calls_of_others: int | None = None
+    calls_of_others: float | None = None
 
 
 def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[str, Cost]:
@@ -108,25 +107,23 @@ def _choice(ranks: int) -> Cost:
 def _heartbeats(run: SimulatedRun, count: Callable[..., int | None]) -> dict[str, Cost]:
     beats = itertools.count(2)
 
-    def beat() -> None:
-        at = next(beats)
-        for rank in range(run.ranks):
-            HeartbeatFiles(run.run_dir, LIFE).write(rank, Heartbeat(at, at, 0, Phase.TRAINING))
+    def check(boards: Sequence[Board]) -> Callable[[], object]:
+        watches = [Liveness(run.run_dir, LIFE, board, RanksConfig(), print, lambda *_: None) for board in boards]
+        for watch in watches:
+            watch.check(0.0)  # sees the locks, once
+        return lambda: [watch.check(0.0) for watch in watches]
 
-    def check(rank: int) -> Callable[[], object]:
-        watch = Liveness(run.run_dir, LIFE, rank, run.ranks, RanksConfig(), print, lambda *_: None)
-        watch.check(0.0)  # sees the locks, once
-        return lambda: watch.check(0.0)
-
-    with ExitStack() as held:
-        held.enter_context(holding_locks(run.run_dir, run.ranks))
-        first, other = check(0), check(1)
+    with holding_locks(run.run_dir, run.machines):
+        last = max(run.machines)
+        first, others = check(run.boards(0)[:1]), check(run.boards(last))
         samples = []
         for _ in range(ROUNDS):
-            beat()
+            run.beat(next(beats))
             samples.append(_took(first))
-        beat()
-        return {"each second: heartbeats": Cost(*_medians(samples), count(first), count(other))}
+        run.beat(next(beats))
+        counted, counted_others = count(first), count(others)
+        each = None if counted_others is None else counted_others / len(run.machines[last])
+        return {"each second: heartbeats": Cost(*_medians(samples), counted, each)}
 
 
 def _events(directory: Path, ranks: int) -> dict[str, Cost]:

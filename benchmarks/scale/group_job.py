@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from cpsr.benchmarks.harness.ranks import join_ranks
 from cpsr.ranks.agreement import Agreement
+from cpsr.ranks.board import Board
 from cpsr.ranks.group import Group
 
 __all__ = ["main"]
@@ -54,7 +55,7 @@ def _agree_to_leave(group: Group) -> tuple[float, float, float]:
     """Seconds of opening, from a request to the end of the step at which all leave, and of the end of other steps."""
     group.barrier()
     started, asked = time.perf_counter(), False
-    agreement = Agreement(group, lambda: asked, lambda: None)
+    agreement = Agreement(group, Board.open(group), lambda: asked, lambda: None)
     opened, steps = time.perf_counter(), []
     for _ in range(STEPS):
         time.sleep(STEP_SECONDS)

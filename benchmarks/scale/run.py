@@ -73,7 +73,7 @@ def _calls_rows(files: Mapping[int, Mapping[str, Cost]]) -> list[tuple[str, ...]
             continue
         found = {number: (costs[name].calls or 0, costs[name].calls_of_others or 0) for number, costs in files.items()}
         total = {number: first + (number - 1) * other for number, (first, other) in found.items()}
-        rows.append((name, *(f"{first} + {other}" for first, other in found.values()), _growth(total)))
+        rows.append((name, *(f"{first} + {other:g}" for first, other in found.values()), _growth(total)))
     return rows
 
 

@@ -13,7 +13,8 @@ from cpsr.checkpoint.manifest import SLABS, RankManifest, Save, rank_manifest_na
 from cpsr.checkpoint.progress import ProgressCounter, progress_path
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CPSRError
-from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.board import Board
+from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 __all__ = ["INTERVAL_ITERATIONS", "LIFE", "RANKS_PER_MACHINE", "RUN", "SimulatedRun", "shard_of", "snapshot_of"]
@@ -56,6 +57,7 @@ class SimulatedRun:
     Attributes:
         store: of rank 0.
         iteration: the newest checkpoint with every rank's part.
+        machines: the ranks of each, by its first.
     """
 
     def __init__(self, run_dir: Path, ranks: int) -> None:
@@ -66,13 +68,28 @@ class SimulatedRun:
         self.iteration = INTERVAL_ITERATIONS
         for rank in range(ranks):
             ProgressCounter(progress_path(run_dir, rank)).publish(INTERVAL_ITERATIONS, INTERVAL_ITERATIONS)
-            HeartbeatFiles(run_dir, LIFE).write(rank, Heartbeat(1, 1, 0, Phase.TRAINING), first=True)
             self.store_of(rank).write(snapshot_of(rank, ranks, self.iteration))
         self._first = self._parts()
+        self.machines = {
+            first: range(first, min(first + RANKS_PER_MACHINE, ranks)) for first in range(0, ranks, RANKS_PER_MACHINE)
+        }
+        self.beat(1)
 
     def store_of(self, rank: int) -> CheckpointStore:
         """One rank's side of the checkpoints."""
         return CheckpointStore(self.run_dir, rank, self.ranks, RUN, LIFE)
+
+    def beat(self, number: int) -> None:
+        """A heartbeat of every rank, in the files of their machines."""
+        beat = Heartbeat(number, number).to_bytes()
+        for machine, ranks in self.machines.items():
+            HeartbeatFiles(self.run_dir, LIFE).write(machine, beat * len(ranks), first=True)
+
+    def boards(self, machine: int) -> list[Board]:
+        """The board of one machine, as its ranks see it."""
+        leaders = [first for first, ranks in self.machines.items() for _ in ranks]
+        shared = Board.create(self.ranks)
+        return [Board(rank, leaders, shared) for rank in self.machines[machine]]
 
     def commit(self) -> None:
         """As rank 0's writer, once its own part is written."""

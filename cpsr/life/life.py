@@ -21,6 +21,7 @@ from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory
 from cpsr.planner.plan import Plan
 from cpsr.ranks.agreement import Agreement, Intervals
+from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import undisturbed
 from cpsr.ranks.group import Ballot, Votes
 from cpsr.ranks.proposals import Act, Proposal
@@ -64,6 +65,7 @@ class Life:
     planner: "JobPlanner"
     saver: Saver
     leaving: Leaving
+    board: Board
     agreement: Agreement
     votes: Votes
     rehearsed: Rehearsed | None

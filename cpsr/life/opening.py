@@ -43,6 +43,7 @@ from cpsr.life.unsaved_objects import Unsaved
 from cpsr.life.witnessing import Witnessing
 from cpsr.peers.host_memory import HostMemory, claim_memory
 from cpsr.ranks.agreement import Agreement
+from cpsr.ranks.board import Board
 from cpsr.ranks.group import Group
 from cpsr.ranks.heartbeat import newer_life, newest_claim
 from cpsr.ranks.link import Opened, report
@@ -158,7 +159,8 @@ def _open_watches(life: "Life", opened: ExitStack) -> None:
     replays = (lambda: None) if windows is None else windows.replays
     life.witnessing = Witnessing(life.job, loop.state, loop.losses, replays)
     opened.callback(life.witnessing.close)  # after the boundary, by when a GPU has completed the last steps
-    life.boundary = Boundary(life.job, pool, loop.state)
+    life.board = Board.open(life.job.group)
+    life.boundary = Boundary(life.job, life.board, pool, loop.state)
     opened.callback(life.boundary.close, life.ending)
     opened.callback(loop.learning.close)
     life.planner = _planner(life.job, loop)
@@ -200,7 +202,7 @@ def _start_training(life: "Life", store: CheckpointStore, opened: ExitStack) -> 
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
     life.steps.followers.append(life.probation.on_steps)
-    life.agreement = Agreement(job.group, lambda: life.stop.made, life.propose_plan)
+    life.agreement = Agreement(job.group, life.board, lambda: life.stop.made, life.propose_plan)
     opened.callback(life.agreement.close)
     if job.group.size > 1:
         life.memory.pool.occupancy.join(life.agreement.hold, life.agreement.held)

@@ -23,6 +23,7 @@ from cpsr.engines.torch_loop import CAPTURED
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
 from cpsr.life.run_state import RunState
+from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.liveness import Liveness
@@ -52,7 +53,7 @@ class Boundary:
         changing: whether an update or another change of the state has begun, and not ended.
     """
 
-    def __init__(self, job: Job, pool: SnapshotPool, state: RunState) -> None:
+    def __init__(self, job: Job, board: Board, pool: SnapshotPool, state: RunState) -> None:
         self._job, self._pool, self._state = job, pool, state
         self.no_dump: str | None = None
         self.changing = False
@@ -74,8 +75,7 @@ class Boundary:
         self.liveness = Liveness(
             config.run_dir,
             job.journal.life,
-            rank,
-            job.group.size,
+            board,
             config.ranks,
             self._give_up,
             job.journal.event,

@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from cpsr.errors import UnevenRanksError
-from cpsr.ranks.board import Exchange
+from cpsr.ranks.board import Board
+from cpsr.ranks.exchange import Exchange
 from cpsr.ranks.group import ATTENDANCE_SECONDS, Group
 from cpsr.ranks.held import Held
 from cpsr.ranks.proposals import NEVER, Act, Coordinator, Ended, Member, Proposal, State
@@ -43,13 +44,16 @@ class Agreement:
 
     Args:
         group: all ranks.
+        board: of this machine.
         stops: whether this rank was asked to leave.
         plan: new intervals, once; None: as they are. Rank 0 asks, on either thread.
     """
 
-    def __init__(self, group: Group, stops: Callable[[], bool], plan: Callable[[], Intervals | None]) -> None:
+    def __init__(
+        self, group: Group, board: Board, stops: Callable[[], bool], plan: Callable[[], Intervals | None]
+    ) -> None:
         self._group, self._stops, self._plan = group, stops, plan
-        self._member = Member()
+        self._member, self._machines = Member(), len(board.machines)
         self._attendance = group.attendance
         self._looked_at = 0.0
         self._intervals: Intervals | None = None  # not agreed on yet (rank 0)
@@ -62,7 +66,7 @@ class Agreement:
         if group.size == 1:
             self._member.attention_at = 0
             return
-        self._exchange = Exchange(group)
+        self._exchange = Exchange(group, board)
         self._bell = self._exchange.bell
         self._coordinator = Coordinator() if group.rank == 0 else None
         self._counts: deque[tuple[float, int]] = deque(maxlen=PACES)
@@ -70,11 +74,6 @@ class Agreement:
         self._all_hold = Held()
         self._thread = threading.Thread(target=self._run, args=(self._exchange,), name=THREAD_NAME, daemon=True)
         self._thread.start()
-
-    @property
-    def machines(self) -> int:
-        """Over how many the ranks are spread: within one they share memory."""
-        return 1 if self._exchange is None else self._exchange.machines
 
     # The training thread
 
@@ -162,7 +161,7 @@ class Agreement:
 
     def _run(self, exchange: Exchange) -> None:
         try:
-            busy_seconds = BUSY_SECONDS * max(1, exchange.machines // MACHINES_PER_LOOK)
+            busy_seconds = BUSY_SECONDS * max(1, self._machines // MACHINES_PER_LOOK)
             while True:
                 if self._wake.wait(busy_seconds if self._is_busy() else self._idle_seconds(busy_seconds)):
                     self._wake.clear()
@@ -179,7 +178,7 @@ class Agreement:
 
     def _idle_seconds(self, least: float) -> float:
         """Until the next look; between machines what ranks hold arrives before their next snapshot."""
-        if self.machines == 1 or len(self._held) < HELD_TIMES:
+        if self._machines == 1 or len(self._held) < HELD_TIMES:
             return IDLE_SECONDS
         words_seconds = (self._held[-1] - self._held[0]) / (HELD_TIMES - 1)
         return min(IDLE_SECONDS, max(least, words_seconds / LOOKS_PER_WORD))

@@ -1,75 +1,89 @@
-"""Carries words between ranks, of an agreement and of the snapshots they hold: over shared memory, and torch's store.
+"""A machine's board: memory that its ranks share, with a slot for each rank, and a lock of each while it lives.
 
-On each machine one rank, the leader, has a board of a few bytes for each rank, which the others map. It has no name and
-goes with the last process that maps it, however that ends. A rank that cannot map it (a container with processes of its
-own) counts as a machine. Each leader tells rank 0 what its machine says, and writes on its board what rank 0 says.
+The first rank of the machine makes it, and the others map it. It has no name and goes with the last process that maps
+it, however that ends. A rank that cannot map it (a container with processes of its own) counts as a machine. A slot
+holds what the rank says of proposals, of snapshots that it holds, and its heartbeat; that of all ranks, before the
+first, what rank 0 says to them.
+
+The kernel unlocks the byte of a process that ends. A process that is only stopped keeps its lock, and a child that it
+has forked does not have it.
 """
 
+import fcntl
 import logging
 import mmap
 import os
-from dataclasses import replace
-from datetime import timedelta
+import struct
+from collections.abc import Sequence
 
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from cpsr.ranks.group import Group, this_node
 
-from cpsr.ranks.group import Group, group_name, this_node
-from cpsr.ranks.held import Held, held_by_all
-from cpsr.ranks.proposals import Proposal, Report, merged
-from cpsr.ranks.words import Words
-
-__all__ = ["Exchange"]
+__all__ = ["HEARTBEAT_AT", "HELD_AT", "Board", "has_lock", "lock"]
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 192  # of rank 0's words, then of each rank's
-BELL_AT = 184  # in rank 0's slot: a word that changes with each request and proposal
+SLOT_BYTES = 256  # of rank 0's words, then of each rank's
 HELD_AT = 96  # in a slot: what a rank holds; before that, what it says of proposals
+HEARTBEAT_AT = 192
+# In rank 0's slot: words that change with each request and proposal, each rank that leaves, and each exchange of
+# heartbeats with other machines.
+BELL_AT, ALARM_AT, CARRIED_AT = 184, 240, 248
 TOKEN_BYTES = 16  # behind the slots, by which a board is told from another file
-STORE_SECONDS = 5.0  # for an answer
-_HEAD = "rank 0"
-_HEAD_BYTES, _REPORT_BYTES = len(Proposal().to_bytes()), len(Report().to_bytes())
-_HELD_BYTES = len(Held().to_bytes())
+_LOCK = struct.Struct("@hhqqi4x")  # the kernel's `struct flock`
 
 
 class Board:
-    """One machine's board; see `Exchange`.
+    """One machine's board, as one of its ranks sees it.
 
     Args:
-        memory: as `create` or `open_at` has mapped it.
+        rank: which.
+        leaders: of each rank of the job, the first rank of its machine, which names the machine.
+        mapped: the memory, and the descriptor of it in this process, -1 without: no other process has mapped it then.
+
+    Attributes:
+        rank: as given.
+        machine: that of this rank.
+        machines: the ranks of each.
+        ranks: those of this machine.
+        bell, alarm, carried: words that change when something has happened; see above.
     """
 
-    def __init__(self, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self.bell = memoryview(memory)[BELL_AT : BELL_AT + 8].cast("Q")
+    def __init__(self, rank: int, leaders: Sequence[int], mapped: tuple[mmap.mmap, int]) -> None:
+        self.rank, self.machine = rank, leaders[rank]
+        self.machines: dict[int, list[int]] = {}
+        for one, leader in enumerate(leaders):
+            self.machines.setdefault(leader, []).append(one)
+        self.ranks = self.machines[self.machine]
+        self._memory, self._descriptor = mapped
+        words = memoryview(self._memory)
+        self.bell, self.alarm, self.carried = (words[at : at + 8].cast("Q") for at in (BELL_AT, ALARM_AT, CARRIED_AT))
 
     @staticmethod
-    def create(slots: int, token: bytes) -> "tuple[Board, int]":
-        """A new board, and its descriptor in this process; -1 where no other process can map it."""
-        size = slots * SLOT_BYTES + TOKEN_BYTES
+    def open(group: Group) -> "Board":
+        """That of this machine, in each of its ranks; a collective."""
+        token = os.urandom(TOKEN_BYTES)
+        own = Board.create(group.size, token)
+        offers = group.gather([this_node(), os.getpid(), own[1], token.hex()])
+        leader = next(rank for rank, offer in enumerate(offers) if offer[0] == this_node())
+        _, process, descriptor, of_leader = offers[leader]
+        mapped = None if leader == group.rank else _map(process, descriptor, group.size, bytes.fromhex(of_leader))
+        leaders = group.gather(group.rank if mapped is None else leader)  # from here on all boards are mapped
+        if mapped is not None and own[1] >= 0:
+            os.close(own[1])
+        return Board(group.rank, leaders, mapped or own)
+
+    @staticmethod
+    def create(ranks: int, token: bytes = b"\0" * TOKEN_BYTES) -> tuple[mmap.mmap, int]:
+        """The memory of a new board, and its descriptor in this process."""
         descriptor = os.memfd_create("cpsr-board") if hasattr(os, "memfd_create") else -1
         if descriptor >= 0:
-            os.ftruncate(descriptor, size)
-        memory = mmap.mmap(descriptor, size)
+            os.ftruncate(descriptor, _size(ranks))
+        memory = mmap.mmap(descriptor, _size(ranks))
         memory[-TOKEN_BYTES:] = token
-        return Board(memory), descriptor
-
-    @staticmethod
-    def open_at(process: int, descriptor: int, slots: int, token: bytes) -> "Board | None":
-        """The board of another process; None where that cannot be mapped, or is another file."""
-        try:
-            opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-            try:
-                memory = mmap.mmap(opened, slots * SLOT_BYTES + TOKEN_BYTES)
-            finally:
-                os.close(opened)
-        except (OSError, ValueError) as error:
-            logger.debug("process %d has no board for this one: %s", process, error)
-            return None
-        return Board(memory) if memory[-TOKEN_BYTES:] == token else None
+        return memory, descriptor
 
     def write(self, slot: int, data: bytes, at: int = 0) -> None:
-        """Write to a slot; what begins at one byte has one writer."""
+        """Write to a slot; what begins at one byte has one writer, or several that write the same."""
         begin = slot * SLOT_BYTES + at
         self._memory[begin : begin + len(data)] = data
 
@@ -78,147 +92,54 @@ class Board:
         begin = slot * SLOT_BYTES + at
         return self._memory[begin : begin + size]
 
+    def hold(self) -> None:
+        """Show the others until the end of this process, or until `release`, that this rank lives; OSError if not."""
+        if self._descriptor >= 0:
+            lock(self._descriptor, fcntl.LOCK_EX, self.rank, 1)
 
-class Exchange:
-    """One rank's ways to hear rank 0 and to report to it; opening it is a collective.
+    def is_held(self, rank: int) -> bool:
+        """Whether the process of another rank of this machine holds its lock; OSError where that cannot be known."""
+        return has_lock(self._descriptor, rank, 1)
 
-    All but opening, `hold` and `held` belongs to one thread. A message that is late or lost is no error: the next one
-    says as much.
-
-    Args:
-        group: of all ranks.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._rank, slots = group.rank, group.size + 1
-        self._board, leader = self._open_board(group, slots)
-        self._store = PrefixStore(f"{group_name()}/", _get_default_store())
-        if hasattr(self._store, "clone"):  # a connection of its own, since others may wait in theirs; before 2.8 shared
-            self._store = self._store.clone()
-            self._store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        self._told: tuple[Report, Held] | None = None
-        self._said: tuple[bytes, Proposal | None] = b"", None
-        self.report(Report())
-        if leader == self._rank:
-            self._board.write(0, Proposal().to_bytes())
-            self._set(str(leader), Report(), Held())
-        if self._rank == 0:
-            self._set(_HEAD, Proposal(), Held())
-        leaders = group.gather(leader)  # from here on all boards are open, and all words are there
-        self._ranks = [rank for rank, its in enumerate(leaders) if its == leader]
-        self._leads = leader == self._rank
-        self._others = [str(rank) for rank in sorted(set(leaders)) if rank != 0]
+    def release(self) -> None:
+        """Show the others that this rank lives no more; a second call has no effect."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
+            self._descriptor = -1
 
-    def _open_board(self, group: Group, slots: int) -> tuple[Board, int]:
-        token = os.urandom(TOKEN_BYTES)
-        own, self._descriptor = Board.create(slots, token)
-        offers = group.gather([this_node(), os.getpid(), self._descriptor, token.hex()])
-        leader = next(rank for rank, offer in enumerate(offers) if offer[0] == this_node())
-        if leader == group.rank:
-            return own, leader
-        _, process, descriptor, of_leader = offers[leader]
-        board = Board.open_at(process, descriptor, slots, bytes.fromhex(of_leader))
-        if board is None:
-            return own, group.rank
-        return board, leader
 
-    @property
-    def machines(self) -> int:
-        """How many boards there are."""
-        return len(self._others) + 1
+def lock(descriptor: int, how: int, start: int = 0, size: int = 0) -> None:
+    """Lock some bytes of a file (0: all) for this process, until that ends or closes any descriptor of the file.
 
-    def report(self, report: Report) -> None:
-        """Say what this rank says."""
-        self._board.write(1 + self._rank, report.to_bytes())
+    Raises:
+        OSError: another process has a lock against it, or the file system has no locks.
+    """
+    fcntl.lockf(descriptor, how | fcntl.LOCK_NB, size, start)
 
-    def hear(self) -> Proposal | None:
-        """The newest words of rank 0 that have arrived; None: look again."""
-        data = self._board.read(0, _HEAD_BYTES)
-        if data != self._said[0]:
-            self._said = data, Proposal.of_bytes(data)
-        return self._said[1]
 
-    @property
-    def bell(self) -> memoryview:
-        """One word, which changes when somebody on this machine has rung."""
-        return self._board.bell
+def has_lock(descriptor: int, start: int = 0, size: int = 0) -> bool:
+    """Whether another process has locked any of these bytes; OSError where that cannot be known."""
+    asked = _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, size, 0)
+    kind, *_ = _LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    return bool(kind != fcntl.F_UNLCK)
 
-    def ring(self) -> None:
-        """Have the ranks of this machine look soon: at the end of their steps; on any thread."""
-        self._board.bell[0] = (self._board.bell[0] + 1) & 0xFFFFFFFF
 
-    def hold(self, held: Held) -> None:
-        """Say what this rank holds; on any thread, one at a time."""
-        self._board.write(1 + self._rank, held.to_bytes(), HELD_AT)
+def _size(ranks: int) -> int:
+    return (1 + ranks) * SLOT_BYTES + TOKEN_BYTES
 
-    def held(self, branch: int) -> Held:
-        """What all ranks hold of a branch, as far as that has arrived; on any thread."""
-        others = [self._held_at(0)] if self._others else []
-        return held_by_all([*(self._held_at(1 + rank) for rank in self._ranks), *others], branch)
 
-    def _held_at(self, slot: int) -> Held | None:
-        return Held.of_bytes(self._board.read(slot, _HELD_BYTES, HELD_AT))
-
-    def _machine(self) -> tuple[Report, Held] | None:
-        """What the ranks of this machine say together."""
-        found = [Report.of_bytes(self._board.read(1 + rank, _REPORT_BYTES)) for rank in self._ranks]
-        reports = [one for one in found if one is not None]
-        held = [self._held_at(1 + rank) for rank in self._ranks]
-        branch = max((one.branch for one in held if one is not None), default=0)
-        return (merged(reports), held_by_all(held, branch)) if len(reports) == len(found) else None
-
-    def relay(self) -> None:
-        """Exchange words between this machine and rank 0, where this rank is the leader of another one."""
-        if not self._leads or self._rank == 0:
-            return
-        machine = self._machine()
-        try:
-            if machine is not None and self._is_news(machine):
-                self._set(str(self._rank), *machine)
-                self._told = machine
-            data = self._store.get(_HEAD)
-        except RuntimeError as error:  # its host is gone, or late
-            logger.debug("rank 0 is not heard: %s", error)
-            return
-        is_new = data[:_HEAD_BYTES] != self._said[0]
-        self._board.write(0, data[_HEAD_BYTES:], HELD_AT)
-        self._board.write(0, data[:_HEAD_BYTES])
-        if is_new:
-            self.ring()
-
-    def _is_news(self, machine: tuple[Report, Held]) -> bool:
-        # The count alone is none: a rank that refuses because of it says so.
-        told = self._told
-        return told is None or (replace(machine[0], steps=told[0].steps), machine[1]) != told
-
-    def collect(self) -> tuple[Report, Held] | None:
-        """What all ranks have said, as far as it has arrived; None: look again (rank 0)."""
-        machine = self._machine()
-        if machine is None or not self._others:
-            return machine
-        try:
-            found = self._store.multi_get(self._others)
-        except RuntimeError as error:
-            logger.debug("other machines are not heard: %s", error)
-            return None
-        reports = [Report.of_bytes(data[:_REPORT_BYTES]) for data in found]
-        held = [machine[1], *(Held.of_bytes(data[_REPORT_BYTES:]) for data in found)]
-        heard = [one for one in reports if one is not None]
-        if len(heard) < len(reports):
-            return None
-        return merged([machine[0], *heard]), held_by_all(held, machine[1].branch)
-
-    def say(self, proposal: Proposal, held: Held) -> None:
-        """Say this to all ranks (rank 0)."""
-        if self._others:
-            try:
-                self._set(_HEAD, proposal, held)
-            except RuntimeError as error:
-                logger.debug("other machines do not hear: %s", error)
-        self._board.write(0, held.to_bytes(), HELD_AT)
-        self._board.write(0, proposal.to_bytes())
-
-    def _set(self, key: str, first: Words, second: Words) -> None:
-        self._store.set(key, first.to_bytes() + second.to_bytes())  # type: ignore[arg-type]  # it takes bytes as well
+def _map(process: int, descriptor: int, ranks: int, token: bytes) -> tuple[mmap.mmap, int] | None:
+    """The board of another process; None where that cannot be mapped, or is another file."""
+    try:
+        opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        logger.debug("process %d has no board for this one: %s", process, error)
+        return None
+    try:
+        memory = mmap.mmap(opened, _size(ranks))
+        if memory[-TOKEN_BYTES:] == token:
+            return memory, opened
+    except (OSError, ValueError) as error:
+        logger.debug("process %d has another file in place of a board: %s", process, error)
+    os.close(opened)
+    return None

@@ -1,39 +1,34 @@
-"""Heartbeats: small files of each rank, which show the others whether it is stopped, hangs, or has ended.
+"""Heartbeats: what each rank says once a second, which shows the others whether it is stopped, hangs, or has ended.
 
-::
+Ranks of one machine see it in memory that they share; see `cpsr.ranks.board`. For other machines there is a file::
 
-    <run_dir>/progress/life-00003/rank-00001       its heartbeat as JSON, written anew at every beat
-    <run_dir>/progress/life-00003/process-00001    is locked while the process of rank 1 lives
-    <run_dir>/progress/life-00003/job              names the launchers that have begun this life; see `cpsr.ranks.link`
+    <run_dir>/progress/life-00003/machine-00008      heartbeats of a machine's ranks, the first of which is rank 8
+    <run_dir>/progress/life-00003/processes-00008    is locked while a process of one of these ranks lives
+    <run_dir>/progress/life-00003/job                names the launchers that began this life; see `cpsr.ranks.link`
 
-It has counts and marks, never times: a watcher checks, by its own clock, whether a heartbeat still changes (see
-`cpsr.ranks.liveness`).
+A heartbeat has counts and marks, never times: a watcher checks, by its own clock, whether it still changes (see
+`cpsr.ranks.liveness`). Only a lock that was seen before can be found gone: where a file system has no locks, or keeps
+them to one machine (NFS with `nolock`), heartbeats decide about a machine whose last process has ended.
 
-The kernel unlocks the file of a process that ends. A process that is only stopped keeps its lock, and a child that it
-has forked does not have it. Only a rank whose lock was seen before can be found ended: where a file system has no
-locks, or keeps them to one machine (NFS with `nolock`), heartbeats decide.
-
-The file is opened and closed for each write and each read instead of being mapped: on network file systems that is when
-it reaches the other machines. Each life has a directory of its own. A process of an earlier life that was stopped and
-resumes cannot disturb the next life, and notices that its own file is gone.
+A file of heartbeats is opened and closed for each write and each read instead of being mapped: on network file systems
+that is when it reaches the other machines. Each life has a directory of its own. A process of an earlier life that was
+stopped and resumes cannot disturb the next life, and notices that its machine's file is gone.
 """
 
 import enum
-import errno
 import fcntl
-import json
-import logging
 import os
 import re
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Heartbeat", "HeartbeatFiles", "Phase", "newer_life", "newest_claim"]
+from cpsr.ranks.board import has_lock, lock
+from cpsr.ranks.words import Words
 
-logger = logging.getLogger(__name__)
+__all__ = ["HEARTBEAT_BYTES", "NONE", "Heartbeat", "HeartbeatFiles", "Phase", "newer_life", "newest_claim"]
 
-_BYTES = 256  # of a heartbeat, padded: one beat overwrites the last
+NONE = -1
 _JOB = "job"
 _LIFE = re.compile(r"life-(\d+)")
 
@@ -48,41 +43,34 @@ class Phase(enum.IntEnum):
 
 
 @dataclass(frozen=True)
-class Heartbeat:
-    """The content of a rank's file.
+class Heartbeat(Words):
+    """What a rank says.
 
     Attributes:
-        beats: written so far.
-        iteration: newest one that its training thread has finished in this life, None before the first.
+        beats: so far.
+        iteration: newest one that its training thread has finished in this life, `NONE` before the first.
         signs: forwards, losses and updates since then.
         phase: what it is doing.
-        lost_rank: the rank that it has given up; None: none, or unknown.
+        lost_rank: the rank that it has given up; `NONE`: none, or unknown.
     """
 
-    beats: int
-    iteration: int | None
-    signs: int
-    phase: Phase
-    lost_rank: int | None = None
+    beats: int = 0
+    iteration: int = NONE
+    signs: int = 0
+    phase: int = Phase.TRAINING
+    lost_rank: int = NONE
 
     @property
     def place(self) -> tuple[int, int]:
         """Progress of its training, ordered."""
-        return -1 if self.iteration is None else self.iteration, self.signs
+        return self.iteration, self.signs
 
-    def to_bytes(self) -> bytes:
-        """As its file has it."""
-        return json.dumps(asdict(self)).ljust(_BYTES).encode()
 
-    @staticmethod
-    def from_bytes(data: bytes) -> "Heartbeat":
-        """Back from `to_bytes`; ValueError where that is no heartbeat (half of one, say)."""
-        fields = json.loads(data)
-        return Heartbeat(**fields | {"phase": Phase(fields["phase"])})
+HEARTBEAT_BYTES = len(Heartbeat().to_bytes())
 
 
 class HeartbeatFiles:
-    """The heartbeats of one life.
+    """What the ranks of one life leave on shared storage to be seen by other machines.
 
     Args:
         run_dir: on storage that every rank shares.
@@ -116,8 +104,8 @@ class HeartbeatFiles:
         except OSError:
             return ""
 
-    def write(self, rank: int, heartbeat: Heartbeat, *, first: bool = False) -> None:
-        """Write one more beat, or the first one, which makes the file and the directory of the life.
+    def write(self, machine: int, data: bytes, *, first: bool = False) -> None:
+        """Write the heartbeats of a machine's ranks; the first time this makes the file and the directory of the life.
 
         Raises:
             FileNotFoundError: the file was removed.
@@ -126,31 +114,29 @@ class HeartbeatFiles:
         if first:
             self._directory.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if first else 0)
-        descriptor = os.open(self._path("rank", rank), flags, 0o666)
+        descriptor = os.open(self._path("machine", machine), flags, 0o666)
         try:
-            os.pwrite(descriptor, heartbeat.to_bytes(), 0)
+            os.pwrite(descriptor, data, 0)
         finally:
             os.close(descriptor)
 
-    def read(self, rank: int) -> Heartbeat | None:
-        """The newest beat of a rank; None if there is none, or an incomplete one.
+    def read(self, machine: int, size: int) -> bytes:
+        """The newest heartbeats of a machine's ranks, possibly torn; empty if there are none.
 
         Raises:
             OSError: the file cannot be read.
         """
         try:
-            descriptor = os.open(self._path("rank", rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = os.open(self._path("machine", machine), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
-            return None
+            return b""
         try:
-            return Heartbeat.from_bytes(os.read(descriptor, _BYTES))
-        except ValueError:
-            return None
+            return os.read(descriptor, size)
         finally:
             os.close(descriptor)
 
-    def hold(self, rank: int) -> int:
-        """Show for the life of this process, or until the descriptor is closed, that the rank lives.
+    def hold(self, machine: int) -> int:
+        """Show other machines for the life of this process, or until the descriptor is closed, that it lives.
 
         Returns:
             The descriptor: no other one of this file may be opened in this process, since closing it would unlock it.
@@ -158,29 +144,22 @@ class HeartbeatFiles:
         Raises:
             OSError: the file system refuses, or has no locks.
         """
-        path = self._path("process", rank)
-        descriptor = os.open(f"{path}.tmp", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        flags = os.O_RDONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self._path("processes", machine), flags, 0o666)
         try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            Path(f"{path}.tmp").rename(path)  # nobody sees it without its lock
+            lock(descriptor, fcntl.LOCK_SH)
         except OSError:
             os.close(descriptor)
             raise
         return descriptor
 
-    def is_locked(self, rank: int) -> bool | None:
-        """Whether the process of a rank holds its file; None where that cannot be known."""
+    def is_held(self, machine: int) -> bool:
+        """Whether a process of another machine holds its file; OSError where that cannot be known."""
+        descriptor = os.open(self._path("processes", machine), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            descriptor = os.open(self._path("process", rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return True if error.errno in (errno.EACCES, errno.EAGAIN) else None
+            return has_lock(descriptor)
         finally:
             os.close(descriptor)
-        return False
 
     def remove_earlier(self) -> None:
         """Remove the heartbeats of earlier lives (rank 0); OSError if the file system refuses."""
@@ -188,8 +167,8 @@ class HeartbeatFiles:
             if life < self._life:
                 shutil.rmtree(directory)
 
-    def _path(self, what: str, rank: int) -> str:
-        return f"{self._directory}/{what}-{rank:05d}"
+    def _path(self, what: str, machine: int) -> str:
+        return f"{self._directory}/{what}-{machine:05d}"
 
 
 def newest_claim(run_dir: Path) -> int:

@@ -1,12 +1,12 @@
 """The watch of a rank over the others: who sends no heartbeats, hangs, or has ended.
 
-Rank 0 watches all ranks, the others watch rank 0: a beat costs each a small write and a small read, and rank 0 one read
-per rank. A rank that gives another one up marks that in its own heartbeat, and all leave together within a beat.
+Rank 0 watches all ranks, the others watch those of their own machine and of rank 0's. On a machine they share memory;
+between machines each beat costs a small write and a small read for each machine, and rank 0 one read for each; see
+`cpsr.ranks.courier`. A rank that gives another one up marks that in its own heartbeat, and all leave within two beats.
 """
 
 import logging
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpsr.config import RanksConfig
-from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase, newer_life
+from cpsr.ranks.board import Board
+from cpsr.ranks.courier import Courier
+from cpsr.ranks.heartbeat import NONE, Heartbeat, HeartbeatFiles, Phase, newer_life
 
 __all__ = ["GivenUp", "Liveness"]
 
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "cpsr-liveness"
 BEAT_SECONDS = 1.0
 LOOK_SECONDS = 0.05  # for locks, before the first beat
+ALARM_SECONDS = 0.2  # between two looks whether a rank of this machine leaves
 # The time between two checks counts for a quarter of a timeout at most: after a pause of this process, its machine or
 # its file system, a single check says nothing about the others.
 CHECKS_MIN = 4
@@ -52,10 +55,10 @@ class _Stillness:
 
 @dataclass(frozen=True)
 class GivenUp:
-    """Why this process must leave, and because of which rank, if known."""
+    """Why this process must leave, and because of which rank; `NONE` if unknown."""
 
     reason: str
-    lost_rank: int | None = None
+    lost_rank: int = NONE
 
 
 class Liveness:
@@ -66,6 +69,7 @@ class Liveness:
     Args:
         run_dir: on storage that every rank shares.
         life: of the run; no two have the same number.
+        board: of this rank's machine.
         leave: ends this process, with the reason as a clause; the watching thread calls it once.
         report: records an event: its kind, one sentence, the iteration and the logging level.
     """
@@ -74,47 +78,43 @@ class Liveness:
         self,
         run_dir: Path,
         life: int,
-        rank: int,
-        size: int,
+        board: Board,
         config: RanksConfig,
         leave: Callable[[str], object],
         report: Callable[[str, str, int | None, int], None],
     ) -> None:
         self._files = HeartbeatFiles(run_dir, life)
-        self._run_dir, self._life, self._rank = run_dir, life, rank
+        self._run_dir, self._life, self._board, self._rank = run_dir, life, board, board.rank
+        self._courier = Courier(self._files, board, self._report_once)
         self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
         timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
         self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
         self._leave, self._report = leave, report
-        watched = range(1, size) if rank == 0 else range(1)
-        self._silence = {other: _Stillness(self._heartbeat_seconds) for other in watched}
+        self._silence = {other: _Stillness(self._heartbeat_seconds) for other in self._courier.watched}
         self._hang = _Stillness(self._step_seconds)
         self._known: dict[int, Heartbeat] = {}  # the newest of each watched rank
-        self._locked: set[int] = set()  # ranks whose lock was seen
-        self._ended: dict[int, float] = {}  # ranks whose process is gone, and since when that is known
+        self._locked: set[int] = set()  # processes (see `Courier.process_of`) whose lock was seen
+        self._ended: dict[int, float] = {}  # those that are gone, and since when that is known
         self._reported: set[str] = set()
         self._beats = self._signs = self._busy = 0
-        self._iteration: int | None = None
+        self._iteration = NONE
+        self._alarm = board.alarm[0]
         self._checked = time.monotonic()
         self._paused = self._settled = False
         self._closing = threading.Event()
-        self._held: int | None = None  # shows the others that this process lives
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
         """Begin to beat and to watch; if the file system refuses, report it and train on unwatched."""
         try:
-            self._files.write(self._rank, self._heartbeat(Phase.TRAINING), first=True)
+            self._courier.start(self._heartbeat(Phase.TRAINING))
         except OSError as error:
             self._report_once(
                 "not watched", f"rank {self._rank} cannot write its heartbeat and watches no ranks: {error}"
             )
             return
         if self._silence and self._heartbeat_seconds is not None:
-            try:
-                self._held = self._files.hold(self._rank)
-            except OSError as error:
-                logger.warning("should this process end, only its heartbeat shows it: %s", error)
+            self._courier.hold()
         if self._rank == 0:
             try:
                 self._files.remove_earlier()
@@ -178,10 +178,8 @@ class Liveness:
                 logger.warning("the heartbeat's thread did not end within %g s; it is abandoned", CLOSE_SECONDS)
                 return
             if ended:
-                self._beat(Phase.ENDED)
-        if self._held is not None:
-            os.close(self._held)
-            self._held = None
+                self._announce(Phase.ENDED)
+        self._courier.close()
 
     # The thread
 
@@ -190,56 +188,72 @@ class Liveness:
             until = time.monotonic() + self._beat_seconds
             while not self._sees_locks() and time.monotonic() < until and not self._closing.wait(LOOK_SECONDS):
                 pass  # a rank may end before the first beat
-            while not self._closing.wait(self._beat_seconds):
+            while not self._waits():
                 now = time.monotonic()
                 elapsed_seconds = now - self._checked
                 self._paused = self._paused or self._is_pause(elapsed_seconds)
                 self._checked = now  # after the line before: `obstacle` may run between the two
                 given_up = self.check(elapsed_seconds)
                 if given_up is not None:
-                    self._beat(Phase.LEAVING, given_up.lost_rank)
+                    self._announce(Phase.LEAVING, given_up.lost_rank)
                     self._leave(given_up.reason)
                     return
         except Exception as error:
             logger.exception("watching the other ranks failed")
             self._report_once("not watched", f"rank {self._rank} no longer watches ({type(error).__name__}: {error})")
-            self._beat(Phase.ENDED)  # or a defect here would end a healthy job
+            self._announce(Phase.ENDED)  # or a defect here would end a healthy job
+
+    def _waits(self) -> bool:
+        """Wait for the next beat, or the last one of a rank of this machine. Whether this rank has none any more."""
+        until = time.monotonic() + self._beat_seconds
+        while self._board.alarm[0] == self._alarm and (left_seconds := until - time.monotonic()) > 0:
+            if self._closing.wait(min(ALARM_SECONDS, left_seconds)):
+                break
+        self._alarm = self._board.alarm[0]
+        return self._closing.is_set()
 
     def check(self, elapsed_seconds: float) -> GivenUp | None:
         """Beat once, and check the others once; by its own thread."""
-        written = self._beat(Phase.BUSY if self._busy else Phase.TRAINING)
+        self._beats += 1
+        self._courier.beat(self._heartbeat(Phase.BUSY if self._busy else Phase.TRAINING))
+        written = self._courier.carry(self._silence.keys())
         paused = self._is_pause(elapsed_seconds)
         newer = self._newer_life() if paused or not written else None
         if newer is not None:
             return GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
-        before = dict(self._known)
+        heard = {rank: self._newest(rank) for rank in self._silence}
         self._sees_locks()
-        for rank in list(self._silence):
-            given_up = self._check_rank(rank, elapsed_seconds, written)
+        changed = {rank for rank, heartbeat in heard.items() if heartbeat != self._known.get(rank)}
+        self._see_ends({self._courier.process_of(rank) for rank in changed})
+        for rank, heartbeat in heard.items():
+            given_up = self._check_rank(rank, heartbeat, elapsed_seconds)
             if given_up is not None:
                 return given_up
-        if not paused and self._known != before:
-            self._paused = False  # the others still beat: they have not left without this process
+        if not paused and not changed.isdisjoint(heard.keys() - set(self._board.ranks) or changed):
+            self._paused = False  # the others, on other machines if there are any, have not left without this process
         return self._hanging(elapsed_seconds) if self._rank == 0 else None
 
-    def _check_rank(self, rank: int, elapsed_seconds: float, written: bool) -> GivenUp | None:
-        heartbeat, before = self._read(rank), self._known.get(rank)
-        if heartbeat is not None and heartbeat.phase is Phase.LEAVING:
+    def _newest(self, rank: int) -> Heartbeat | None:
+        """Its newest heartbeat that has arrived; what a process carried that was stopped amid that may be older."""
+        heard, known = self._courier.heard(rank), self._known.get(rank)
+        return known if heard is None or (known is not None and heard.beats < known.beats) else heard
+
+    def _check_rank(self, rank: int, heartbeat: Heartbeat | None, elapsed_seconds: float) -> GivenUp | None:
+        if heartbeat is not None and heartbeat.phase == Phase.LEAVING:
             lost = heartbeat.lost_rank
-            whom = "the training" if lost is None else "this rank" if lost == self._rank else f"rank {lost}"
+            whom = "the training" if lost == NONE else "this rank" if lost == self._rank else f"rank {lost}"
             return GivenUp(f"rank {rank} has given up {whom}, and leaves", lost)
-        if heartbeat is not None and heartbeat.phase is Phase.ENDED:
+        if heartbeat is not None and heartbeat.phase == Phase.ENDED:
             del self._silence[rank]
             self._known.pop(rank, None)
             return None
         if heartbeat is not None:
             self._known[rank] = heartbeat
-        if heartbeat != before and self._ended.pop(rank, None) is not None:
-            self._locked.discard(rank)  # it beats without: a process that closes a file loses its locks on that
-        if heartbeat == before and self._is_gone(rank):
+        ended = self._ended.get(self._courier.process_of(rank))
+        if ended is not None and not self._settled and time.monotonic() - ended >= NOTICE_SECONDS:
             return GivenUp(f"the process of rank {rank} has ended, and the training thread has not noticed", rank)
-        # If this rank's own beats fail too, the file system may be the cause, and not the other rank.
-        beats = heartbeat.beats if heartbeat is not None and written else None
+        # If this machine's own beats fail too, the file system may be the cause, and not the other rank.
+        beats = heartbeat.beats if heartbeat is not None and rank not in self._courier.unknown else None
         if not self._silence[rank].check(beats, elapsed_seconds):
             return None
         return GivenUp(
@@ -248,27 +262,30 @@ class Liveness:
         )
 
     def _sees_locks(self) -> bool:
-        """Look which watched ranks hold their locks. True once all were seen to, or where no locks are held."""
-        if self._heartbeat_seconds is not None:
-            unseen = self._silence.keys() - self._locked
-            self._locked |= {rank for rank in unseen if self._files.is_locked(rank)}
-        return self._heartbeat_seconds is None or self._silence.keys() <= self._locked
+        """Look which watched processes hold their locks. True once all were seen to, or where no locks are held."""
+        if self._heartbeat_seconds is None:
+            return True
+        watched = {self._courier.process_of(rank) for rank in self._silence}
+        self._locked &= watched
+        self._locked |= {process for process in watched - self._locked if self._courier.is_held(process)}
+        return watched == self._locked
 
-    def _is_gone(self, rank: int) -> bool:
-        """Whether the process of a rank has ended, and this training thread has had time to notice that by itself."""
-        if self._settled or rank not in self._locked:
-            return False
-        if self._files.is_locked(rank) is not False:
-            self._ended.pop(rank, None)
-            return False
-        now = time.monotonic()
-        return now - self._ended.setdefault(rank, now) >= NOTICE_SECONDS
+    def _see_ends(self, changed: set[int]) -> None:
+        """Look which processes have ended; the training thread has time to notice by itself. Those changed beat."""
+        for process in sorted(self._locked):
+            if process in changed:
+                if self._ended.pop(process, None) is not None:
+                    self._locked.discard(process)  # without: a process that closes a file loses its locks on that
+            elif self._courier.is_held(process) is not False:
+                self._ended.pop(process, None)
+            else:
+                self._ended.setdefault(process, time.monotonic())
 
     def _hanging(self, elapsed_seconds: float) -> GivenUp | None:
         """Whether no rank makes progress although it should (rank 0)."""
         known = {self._rank: self._heartbeat(Phase.BUSY if self._busy else Phase.TRAINING), **self._known}
-        begun = any(heartbeat.iteration is not None for heartbeat in known.values())
-        if not begun or any(heartbeat.phase is Phase.BUSY for heartbeat in known.values()):
+        begun = any(heartbeat.iteration != NONE for heartbeat in known.values())
+        if not begun or any(heartbeat.phase == Phase.BUSY for heartbeat in known.values()):
             self._hang = _Stillness(self._step_seconds)
             return None
         places = {rank: heartbeat.place for rank, heartbeat in known.items()}
@@ -278,32 +295,17 @@ class Liveness:
         behind = [rank for rank in sorted(places) if places[rank] == last]
         step = "its first step" if last[0] < 0 else f"the step after iteration {last[0]}"
         if len(behind) == len(places):
-            where, lost = f"all ranks are at one place of {step}", None
+            where, lost = f"all ranks are at one place of {step}", NONE
         else:
             where, lost = f"rank {', '.join(map(str, behind))} is behind the others, in {step}", behind[0]
         return GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
 
-    # The files
-
-    def _heartbeat(self, phase: Phase, lost_rank: int | None = None) -> Heartbeat:
+    def _heartbeat(self, phase: Phase, lost_rank: int = NONE) -> Heartbeat:
         return Heartbeat(self._beats, self._iteration, self._signs, phase, lost_rank)
 
-    def _beat(self, phase: Phase, lost_rank: int | None = None) -> bool:
-        """Whether it could be written."""
+    def _announce(self, phase: Phase, lost_rank: int = NONE) -> None:
         self._beats += 1
-        try:
-            self._files.write(self._rank, self._heartbeat(phase, lost_rank))
-        except OSError as error:
-            self._report_once("not heard", f"the heartbeat of rank {self._rank} cannot be written: {error}")
-            return False
-        return True
-
-    def _read(self, rank: int) -> Heartbeat | None:
-        try:
-            return self._files.read(rank)
-        except OSError as error:
-            self._report_once("not watched", f"rank {self._rank} cannot read the heartbeat of rank {rank}: {error}")
-            return None
+        self._courier.announce(self._heartbeat(phase, lost_rank))
 
     def _newer_life(self) -> int | None:
         try:

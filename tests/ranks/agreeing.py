@@ -42,6 +42,7 @@ class Job:
         import torch.distributed as dist
 
         from cpsr.ranks import agreement
+        from cpsr.ranks.board import Board
         from cpsr.ranks.group import Group
 
         dist.init_process_group("gloo")
@@ -50,8 +51,11 @@ class Job:
         plans = [(7, 3), (9, 0)] if rank == 0 else []
         (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
         stop, plan = self.folder / f"stop-{rank}", self.folder / "plan"
-        agreeing = agreement.Agreement(group, stop.exists, lambda: plans.pop(0) if plans and plan.exists() else None)
-        found: dict[str, Any] = {"done": [], "slowest": 0.0, "error": None, "boards": agreeing.machines}
+        board = Board.open(group)
+        agreeing = agreement.Agreement(
+            group, board, stop.exists, lambda: plans.pop(0) if plans and plan.exists() else None
+        )
+        found: dict[str, Any] = {"done": [], "slowest": 0.0, "error": None, "boards": len(board.machines)}
         steps = 0
         try:
             while steps < (self.steps or {}).get(rank, STEPS):

@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any
 
 from cpsr.config import RanksConfig
+from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.liveness import Liveness
 
@@ -33,6 +34,7 @@ class Options:
     Attributes:
         directory: of the run.
         size: number of ranks.
+        machines: over which they are spread.
         life: of the run.
         gloo: every step has a collective.
         liveness: configuration.
@@ -46,6 +48,7 @@ class Options:
 
     directory: str
     size: int = 2
+    machines: int = 1
     life: int = 0
     gloo: bool = False
     liveness: dict[str, Any] = field(default_factory=dict)
@@ -134,7 +137,7 @@ def launch(options: Options) -> None:
     if options.gloo:
         import torch.distributed as dist  # noqa: F401
     forked = multiprocessing.get_context("fork")
-    processes = [forked.Process(target=Rank(options, rank).run) for rank in range(options.size)]
+    processes = [forked.Process(target=Rank(options, board).run) for board in boards(options.size, options.machines)]
     for process in processes:
         process.start()
 
@@ -150,11 +153,19 @@ def launch(options: Options) -> None:
         thread.start()
 
 
+def boards(size: int, machines: int = 1) -> list[Board]:
+    """Each rank's board, on so many machines of equally many ranks."""
+    on_each = size // machines
+    leaders = [rank - rank % on_each for rank in range(size)]
+    shared = {leader: Board.create(size) for leader in leaders}
+    return [Board(rank, leaders, shared[leader]) for rank, leader in enumerate(leaders)]
+
+
 class Rank:
     """One process: the loop that `CPSRRecovery` and the user's make together, without their work."""
 
-    def __init__(self, options: Options, rank: int) -> None:
-        self.options, self.rank = options, rank
+    def __init__(self, options: Options, board: Board) -> None:
+        self.options, self.board, self.rank = options, board, board.rank
         self.stop = False
         self.dumping, self.reported = threading.Event(), threading.Event()
 
@@ -181,9 +192,7 @@ class Rank:
         config = RanksConfig(**options.liveness)
         liveness: Liveness
         emergency = EmergencyDump(self.dump, self.report, config.sigterm_grace_seconds, lambda: liveness.obstacle())
-        liveness = Liveness(
-            Path(options.directory), options.life, self.rank, options.size, config, emergency.leave, self.report
-        )
+        liveness = Liveness(Path(options.directory), options.life, self.board, config, emergency.leave, self.report)
         signal.signal(signal.SIGTERM, self.on_sigterm)
         emergency.watch_sigterm()
         if options.gloo:

@@ -10,10 +10,11 @@ import psutil
 import pytest
 
 from cpsr.config import RanksConfig
+from cpsr.ranks.courier import Courier
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
 from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
 from cpsr.ranks.liveness import BEAT_SECONDS, NOTICE_SECONDS, Liveness
-from tests.ranks.dumping_ranks import Ranks, ranks
+from tests.ranks.dumping_ranks import Ranks, boards, ranks, until
 
 HEARTBEAT_SECONDS = 1.5
 STEP_SECONDS = 1.0
@@ -33,10 +34,10 @@ def left(job: Ranks, rank: int) -> str:
     return str(note["message"])
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_left_and_leaves_when_it_goes_on(tmp_path: Path, stopped: int) -> None:
+@pytest.mark.parametrize(("machines", "stopped"), [(1, 0), (1, 1), (3, 0), (3, 1)])
+def test_a_stopped_rank_is_left_and_leaves_when_it_goes_on(tmp_path: Path, machines: int, stopped: int) -> None:
     other = 1 - stopped
-    with ranks(tmp_path, liveness=HEARD, size=3) as job:
+    with ranks(tmp_path, liveness=HEARD, size=3, machines=machines) as job:
         job.wait_for(stopped, "step", 3)
         for rank in (other, 2):
             job.wait_for(rank, "step", 1)
@@ -110,9 +111,10 @@ def test_who_hangs_when_another_is_killed_dumps_and_leaves(tmp_path: Path) -> No
             left(job, rank)
             assert [note["iteration"] for note in job.notes(rank, "dump")] == [5]
             assert job.notes(rank, "dump")[0]["at"] - killed < NOTICE_SECONDS + LATE_SECONDS
-        # Rank 0 has noticed it by itself, and a third one has read that in its heartbeat.
-        assert "the process of rank 1 has ended" in left(job, 0)
-        assert "rank 0 has given up rank 1" in left(job, 2)
+        # One has noticed it by itself, and the other as well, or has read that in a heartbeat.
+        reasons = [left(job, rank) for rank in (0, 2)]
+        assert any("the process of rank 1 has ended" in reason for reason in reasons)
+        assert all("process of rank 1 has" in reason or "given up rank 1" in reason for reason in reasons)
 
 
 def test_a_child_that_outlives_a_rank_does_not_hide_its_end(tmp_path: Path) -> None:
@@ -145,33 +147,72 @@ def test_ranks_that_end_in_good_order_at_different_times_cause_no_alarm(tmp_path
         assert all(job.notes(rank, "left") == job.notes(rank, "dump") == [] for rank in range(4))
 
 
+def test_a_killed_rank_is_noticed_on_its_machine_and_left_on_all(tmp_path: Path) -> None:
+    with ranks(tmp_path, size=6, machines=3, faults=dict.fromkeys("012345", "hangs")) as job:
+        for rank in range(6):
+            job.wait_for(rank, "hangs")
+        time.sleep(SEEN_SECONDS)
+        killed = time.monotonic()
+        job.signal(2, signal.SIGKILL)
+        for rank in (0, 1, 3, 4, 5):
+            left(job, rank)
+            assert job.notes(rank, "dump")[0]["at"] - killed < NOTICE_SECONDS + LATE_SECONDS
+        assert "the process of rank 2 has ended" in left(job, 3)
+
+
+def test_a_machine_whose_processes_all_end_is_noticed_as_fast(tmp_path: Path) -> None:
+    with ranks(tmp_path, size=4, machines=2, faults=dict.fromkeys("0123", "hangs")) as job:
+        for rank in range(4):
+            job.wait_for(rank, "hangs")
+        time.sleep(SEEN_SECONDS)
+        killed = time.monotonic()
+        for rank in (2, 3):
+            job.signal(rank, signal.SIGKILL)
+        for rank in (0, 1):
+            left(job, rank)
+            assert job.notes(rank, "dump")[0]["at"] - killed < NOTICE_SECONDS + LATE_SECONDS
+        assert "the process of rank 2 has ended" in left(job, 0)
+
+
 # The watch itself, without processes
 
 
 class Watch:
     """Some ranks of one process, whose threads are not started: they check when the test calls `look`."""
 
-    def __init__(self, directory: Path, size: int, life: int = 0, **config: float | None) -> None:
+    def __init__(self, directory: Path, size: int, machines: int = 1, life: int = 0, **config: float | None) -> None:
         self.left: list[str] = []
         self.events: list[str] = []
         settings = RanksConfig(**config)  # type: ignore[arg-type]
+        all_boards = boards(size, machines)
         self.ranks = [
-            Liveness(
-                directory, life, rank, size, settings, self.left.append, lambda *event: self.events.append(event[1])
-            )
-            for rank in range(size)
+            Liveness(directory, life, board, settings, self.left.append, lambda *event: self.events.append(event[1]))
+            for board in all_boards
         ]
         self.files = HeartbeatFiles(directory, life)
-        for rank in range(size):
-            self.files.write(rank, Heartbeat(0, None, 0, Phase.TRAINING), first=True)
+        self.couriers = [
+            Courier(self.files, board, lambda *event: self.events.append(event[1])) for board in all_boards
+        ]
+        for courier in self.couriers:
+            courier.start(Heartbeat())
+
+    def say(self, rank: int, heartbeat: Heartbeat) -> None:
+        """As the thread of another rank."""
+        self.couriers[rank].beat(heartbeat)
+        self.couriers[rank].carry(())
 
     def look(self, rank: int, elapsed_seconds: float) -> str | None:
         given_up = self.ranks[rank].check(elapsed_seconds)
         return None if given_up is None else given_up.reason
 
+    def holds(self, rank: int) -> bool:
+        """Whether rank 0 sees the lock of another one."""
+        return bool(self.couriers[0].is_held(self.couriers[0].process_of(rank)))
 
-def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path) -> None:
-    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path, machines: int) -> None:
+    watch = Watch(tmp_path, 2, machines, heartbeat_timeout_seconds=60.0)
     assert watch.look(0, 1.0) is None
     assert watch.look(0, 3600.0) is None  # the machine was suspended: both ranks of it were
     assert all(watch.look(0, 1.0) is None for _ in range(40))
@@ -179,40 +220,76 @@ def test_a_pause_of_the_watcher_says_nothing_of_the_others(tmp_path: Path) -> No
 
 
 def test_locks_that_stay_on_one_machine_end_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS mounted with `nolock`: another machine finds the file of a healthy rank unlocked."""
+    """NFS mounted with `nolock`: another machine finds the file of a healthy one unlocked."""
     monkeypatch.setattr("cpsr.ranks.liveness.NOTICE_SECONDS", 0.0)
-    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
+    watch = Watch(tmp_path, 2, 2, heartbeat_timeout_seconds=60.0)
     os.close(watch.files.hold(1))
-    watch.files.write(1, Heartbeat(1, None, 0, Phase.TRAINING))
+    watch.say(1, Heartbeat(1))
     assert watch.look(0, 1.0) is None
-    watch.files.write(1, Heartbeat(2, None, 0, Phase.TRAINING))
+    watch.say(1, Heartbeat(2))
     assert all(watch.look(0, 1.0) is None for _ in range(40))  # it beats late
     assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(30)][-1])
 
 
-def _hold(files: HeartbeatFiles) -> None:
-    files.hold(1)
+def _hold(courier: Courier) -> None:
+    courier.hold()
     time.sleep(WAIT_SECONDS)
 
 
+@pytest.mark.parametrize("machines", [1, 2])
 def test_a_rank_that_beats_without_its_lock_is_judged_by_its_heartbeat(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, machines: int
 ) -> None:
-    """A script that copies the run directory closes the rank's own file, and with it the lock."""
+    """A script that copies the run directory closes the file of the machine, and with it the lock."""
     monkeypatch.setattr("cpsr.ranks.liveness.NOTICE_SECONDS", 3600.0)
-    watch = Watch(tmp_path, 2, heartbeat_timeout_seconds=60.0)
-    locked = multiprocessing.get_context("fork").Process(target=_hold, args=(watch.files,))
+    watch = Watch(tmp_path, 2, machines, heartbeat_timeout_seconds=60.0)
+    locked = multiprocessing.get_context("fork").Process(target=_hold, args=(watch.couriers[1],))
     locked.start()
-    while not watch.files.is_locked(1):
-        time.sleep(0.01)
+    until(lambda: watch.holds(1), lambda: "no lock")
     assert watch.look(0, 1.0) is None
     locked.kill()
     locked.join()
     assert watch.look(0, 1.0) is None  # the first late beat
-    watch.files.write(1, Heartbeat(1, None, 0, Phase.TRAINING))
+    watch.say(1, Heartbeat(1))
     assert watch.look(0, 1.0) is None
     monkeypatch.setattr("cpsr.ranks.liveness.NOTICE_SECONDS", 0.0)
     assert all(watch.look(0, 1.0) is None for _ in range(20))
+
+
+def test_one_rank_of_a_machine_carries_and_another_takes_its_place(tmp_path: Path) -> None:
+    watch = Watch(tmp_path, 4, 2, heartbeat_timeout_seconds=60.0)
+    file = tmp_path / "progress" / "life-00000" / "machine-00002"
+    carried = set()
+    for _ in range(5):
+        for rank in range(4):
+            before = file.read_bytes()
+            assert watch.look(rank, 1.0) is None
+            if file.read_bytes() != before:
+                carried.add(rank)
+    assert carried == {2}
+    reasons = dict[int, str]()  # it is stopped: the others leave because of it alone
+    for _ in range(80):
+        for rank in {0, 3} - reasons.keys():
+            reason = watch.look(rank, 1.0)
+            if reason is not None:
+                reasons[rank] = reason
+    assert reasons == dict.fromkeys((0, 3), reasons[0])
+    assert "rank 2 sent no heartbeat" in reasons[0]
+
+
+def test_what_an_interrupted_carrier_writes_late_is_no_beat(tmp_path: Path) -> None:
+    """A process that was stopped between reading the board and writing the file writes an older beat."""
+    watch = Watch(tmp_path, 2, 2, heartbeat_timeout_seconds=60.0)
+    file = tmp_path / "progress" / "life-00000" / "machine-00001"
+    watch.say(1, Heartbeat(1))
+    old = file.read_bytes()
+    watch.say(1, Heartbeat(2))
+    reasons = []
+    for late in (old, file.read_bytes()) * 31:
+        file.write_bytes(late)
+        reasons.append(watch.look(0, 1.0))
+    assert reasons[:60] == [None] * 60
+    assert "rank 1 sent no heartbeat" in str(reasons[-1])
 
 
 def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Path) -> None:
@@ -222,9 +299,9 @@ def test_steps_are_awaited_from_the_first_on_and_not_by_busy_ranks(tmp_path: Pat
     first.step(7)
     with first.busy():
         assert all(watch.look(0, 1.0) is None for _ in range(10))
-    watch.files.write(1, Heartbeat(1, 7, 0, Phase.BUSY))
+    watch.say(1, Heartbeat(1, 7, 0, Phase.BUSY))
     assert all(watch.look(0, 1.0) is None for _ in range(10))
-    watch.files.write(1, Heartbeat(2, 7, 1, Phase.TRAINING))
+    watch.say(1, Heartbeat(2, 7, 1, Phase.TRAINING))
     reasons = [watch.look(0, 1.0) for _ in range(6)]
     assert reasons[:4] == [None] * 4
     assert "rank 0 is behind the others, in the step after iteration 7" in str(reasons[-1])
