@@ -269,8 +269,8 @@ def test_one_rank_of_a_machine_carries_and_another_takes_its_place(tmp_path: Pat
     assert carried == {2}
     reasons = dict[int, str]()  # it is stopped: the others leave because of it alone
     for _ in range(80):
-        for rank in {0, 3} - reasons.keys():
-            reason = watch.look(rank, 1.0)
+        for rank in (0, 1, 3):
+            reason = None if rank in reasons else watch.look(rank, 1.0)
             if reason is not None:
                 reasons[rank] = reason
     assert reasons == dict.fromkeys((0, 3), reasons[0])
