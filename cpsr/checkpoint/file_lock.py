@@ -32,14 +32,15 @@ class FileLock:
         path: the file.
         wait_seconds: how long to wait for another process that has it: a killed process takes a while to end.
         create: make the file where there is none.
+        named: find out which process has it, for which the system lists all locks of the machine.
 
     Raises:
         FileInUseError: another process still had it after that time, or this process has it.
         OSError: there is no such file, or a link; or it cannot be locked.
     """
 
-    def __init__(self, path: Path, wait_seconds: float = 0.0, *, create: bool = False) -> None:
-        self.path = path
+    def __init__(self, path: Path, wait_seconds: float = 0.0, *, create: bool = False, named: bool = True) -> None:
+        self.path, self._named = path, named
         self._flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | (os.O_CREAT if create else 0)
         self._descriptor = -1
         began, reported = time.monotonic(), False
@@ -80,7 +81,7 @@ class FileLock:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                process = _locker_of(self._descriptor)
+                process = _locker_of(self._descriptor) if self._named else 0
                 self.release()
                 if isinstance(error, BlockingIOError):
                     return process

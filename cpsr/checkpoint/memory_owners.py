@@ -244,7 +244,7 @@ def remove_unused(run_id: str, directory: Path = SHARED_MEMORY, *, keep: Collect
         if path.name in keep:
             continue
         try:
-            FileLock(path).remove()
+            FileLock(path, named=False).remove()
         except (FileInUseError, FileNotFoundError):  # another rank was faster
             continue
         except OSError as error:

@@ -97,9 +97,10 @@ def open_run(
         ConfigError: it cannot be written.
         RunDirectoryError: its file system failed, or the ranks do not see the same directory.
     """
-    tensors = _same_on_all_ranks({name: list(item["shape"]) for name, item in description["tensors"].items()}, group)
-    layouts = group.gather(_layout_hash(description["tensors"]))
-    nodes = group.gather(this_node())
+    shapes = {name: list(item["shape"]) for name, item in description["tensors"].items()}
+    word = hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    words, layouts = map(list, zip(*group.gather([word, _layout_hash(description["tensors"])]), strict=True))
+    tensors = shapes if words.count(word) == group.size else _all_tensors(shapes, words, group)
     identity: dict[str, Any] = {"world_size": group.size, "mode": mode, "tensors": tensors}
     identity |= {key: description[key] for key in ("engine", "zero_stage", "precision", "optimizer", "module")}
     identity |= {"layouts": layouts} if any(layouts) else {}
@@ -112,7 +113,7 @@ def open_run(
     return RunDirectory(
         path,
         run_id=opened["run_id"],
-        local_ranks=tuple(rank for rank, node in enumerate(nodes) if node == this_node()),
+        local_ranks=tuple(rank for rank, node in enumerate(group.nodes) if node == this_node()),
         ranks=group.size,
         previous_ranks=opened["previous_ranks"],
         identity=identity,
@@ -146,11 +147,14 @@ def _layout_hash(tensors: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(split, sort_keys=True).encode()).hexdigest()[:16] if split else ""
 
 
-def _same_on_all_ranks(own: dict[str, Any], group: Group) -> dict[str, Any]:
-    """Global shapes by name, over all ranks; those of stages or experts need not be known on every rank."""
-    words = group.gather(hashlib.sha256(json.dumps(own).encode()).hexdigest())
-    if words.count(words[0]) == group.size:
-        return own
+def _all_tensors(own: dict[str, Any], words: list[str], group: Group) -> dict[str, Any]:
+    """Global shapes by name, of which ranks know different ones: those of their stages, experts or partitions.
+
+    Args:
+        own: those that this rank knows.
+        words: of each rank, the hash of those that it knows.
+        group: all ranks.
+    """
     # Thousands of ranks, of a few stages, do not send what others have sent.
     parts = group.gather(own if words.index(words[group.rank]) == group.rank else {})
     tensors: dict[str, Any] = {}

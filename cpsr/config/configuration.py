@@ -152,7 +152,10 @@ class RestartConfig(Section):
         "loss then exceeds its level before the failure by 0.2 nats more than this is rolled back.",
     )
     probe_batches: int = Field(
-        default=4, ge=0, description="Recent forward inputs kept with each checkpoint for the loss veto; 0 is off."
+        default=4,
+        ge=0,
+        description="Recent forward inputs kept with each checkpoint for the loss veto, shared among data-parallel "
+        "ranks; each keeps at least one. 0 is off.",
     )
     on_difference: Literal["warn", "stop"] = Field(
         default="warn",

@@ -36,6 +36,7 @@ __all__ = [
     "decode",
     "encode",
     "json_ready",
+    "prepare",
     "row_type_of",
     "step_columns_of",
 ]
@@ -365,6 +366,12 @@ def decode(row_type: type[RowT], content: str) -> RowT:
     """
     row: RowT = _adapter(typing.cast("Any", row_type)).validate_json(content)
     return row
+
+
+def prepare() -> None:
+    """Build what encodes and decodes rows, which otherwise the first row of each type does, in some milliseconds."""
+    for row_type in typing.get_args(Row):
+        _adapter(row_type)
 
 
 @functools.cache

@@ -173,6 +173,8 @@ class _Imports:
                 for name, file in self._imported.modules.items():
                     if file and name not in sys.modules and is_of_environment(name, file):
                         import_module(name)
+                if "cpsr.journal.rows" in sys.modules:
+                    sys.modules["cpsr.journal.rows"].prepare()
         finally:
             gc.enable()
             os.environ.__class__ = _Environment.__base__

@@ -1,5 +1,6 @@
 """The user's training loop: what it has beside its run, its steps, and work deferred to the end of its iteration."""
 
+import math
 import statistics
 import threading
 import time
@@ -176,7 +177,8 @@ class Loop:
         self.loss_fn = loss_fn
         self.events = EventCallbacks()
         self.losses = LossRecorder()
-        self.probes = Probes(self.adapter, config.restart.probe_batches, loss_fn, probe_batches)
+        kept = math.ceil(config.restart.probe_batches / len(adapter.data_parallel_ranks))
+        self.probes = Probes(self.adapter, kept, loss_fn, probe_batches)
         self.learning = Learning(self.adapter, config)
         waiting = partial(self.learning.bubbles.waiting, "data")
         batch = GlobalBatch(self.adapter, config.elastic.global_batch_size)

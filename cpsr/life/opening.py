@@ -144,6 +144,8 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     opened.enter_context(prepared_workers())
     if life.stop.watch(handlers):
         life.boundary.emergency_dump.watch_sigterm(life.stop.note)
+    if (launcher := report()) is not None:  # now, when what a life uses is imported
+        launcher.tell_imports()
     life.steps.start_clock()
 
 
@@ -310,8 +312,8 @@ def _open_directory(
     share = 1.0 if writes is None else writes.share_bytes / max(1, shard.state_bytes)
     holders = len(adapter.data_parallel_ranks)
     own = disk_bytes(shard, config, share) + _frozen_bytes(shard, description["module"]["frozen"], holders)
-    taken_bytes: int = group.broadcast(checkpoint_bytes(config.run_dir) if group.rank == 0 else None)
-    check_disk(config.run_dir, max(int(group.sum(own)) - taken_bytes, 0))
+    taken_bytes = checkpoint_bytes(config.run_dir) if group.rank == 0 else 0
+    check_disk(config.run_dir, max(int(group.sum(own - taken_bytes)), 0))
     return run, max(0, free_bytes - LIMIT_BYTES)
 
 

@@ -95,7 +95,8 @@ class HostMemory:
                 None,
                 logging.WARNING,
             )
-        self.survives: bool = group.all(self.pool.survives)
+        # All ranks or none: what one sends another takes.
+        self.survives, sends = group.each([self.pool.survives, config.peers.replicas > 0])
         self._life, self._sealed, self._marked = job.journal.life, 0, False
         self.windows: Windows | None = None
         self._adopted: tuple[Path, int] | None = None  # file and first iteration of the window that is replayed
@@ -105,8 +106,7 @@ class HostMemory:
             self.windows.recorder.on_sealed = self._follow_window
         elif group.rank == 0 and self.survives:
             self.pool.on_counting = self._note_common
-        # All ranks or none: what one sends another takes.
-        if group.all(self.survives and config.peers.replicas > 0):
+        if self.survives and sends:
             assert memory is not None
             self._replicator = Replicator(
                 memory,

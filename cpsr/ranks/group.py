@@ -270,9 +270,11 @@ class Attendance:
 NODE_VARIABLE = "CPSR_NODE"
 TIMEOUT_SECONDS = 1800.0  # torch's own for gloo
 ATTENDANCE_SECONDS = 1.0  # between two looks at who has left its loop, where a rank waits
-# Between two looks at whether a collective is complete.
-PAUSE_SECONDS = 5e-5
-LONGEST_PAUSE_SECONDS = 1e-3
+SLICE_SECONDS = 0.05  # of a wait, between which Python runs its signal handlers
+# A value that fits here takes one collective, and a larger one two: a restart asks the others some fifty times. Of many
+# ranks it is a smaller one.
+PACKED_BYTES_MAX, PACKED_BYTES_MIN, PACKED_BYTES_OF_ALL = 4096, 512, 1 << 18
+SIZE_BYTES = 8  # of it, for the size of the value
 
 
 def this_node() -> str:
@@ -291,6 +293,7 @@ class Group:
 
     Attributes:
         attendance: which ranks have left their loop; None: there are no others.
+        nodes: the machine of each rank; see `this_node`.
     """
 
     def __init__(self, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -303,6 +306,8 @@ class Group:
             # A group of its own: its collectives cannot mix with, or queue behind, those of the training.
             self._group = SideGroup(group_name(), range(self.size), timeout_seconds)
             self.attendance = Attendance(PrefixStore("left/", self._group.store), self.rank, self.size)
+        self._packed_bytes = min(max(PACKED_BYTES_OF_ALL // self.size, PACKED_BYTES_MIN), PACKED_BYTES_MAX)
+        self.nodes: list[str] = self.gather(this_node())
 
     def close(self) -> None:
         """Leave the group; the training group is untouched. A group that broke is not destroyed."""
@@ -337,14 +342,11 @@ class Group:
             if timeout_seconds is not None:
                 work.wait(timedelta(seconds=timeout_seconds))
                 return
-            pause, look = PAUSE_SECONDS, time.monotonic() + ATTENDANCE_SECONDS
-            while not work.is_completed():
-                time.sleep(pause)
-                pause = min(1.2 * pause, LONGEST_PAUSE_SECONDS)
+            look = time.monotonic() + ATTENDANCE_SECONDS
+            while not _completes(work, SLICE_SECONDS):
                 if self.attendance is not None and time.monotonic() > look:
                     self.attendance.require_all()
                     look = time.monotonic() + ATTENDANCE_SECONDS
-            work.wait()
         except (RuntimeError, UnevenRanksError):
             self._broken = True  # destroying it would wait for that rank
             raise
@@ -367,7 +369,11 @@ class Group:
 
     def all(self, agreed: bool) -> bool:
         """Whether `agreed` is true on every rank."""
-        return bool(self.reduce(torch.tensor([int(agreed)], device="cpu"), "min").item())
+        return self.each([agreed])[0]
+
+    def each(self, agreed: Sequence[bool]) -> list[bool]:
+        """Which of these are true on every rank."""
+        return [bool(one) for one in self.reduce(torch.tensor([*map(int, agreed)], device="cpu"), "min").tolist()]
 
     def sum(self, value: float) -> float:
         """The sum over the ranks, in float64."""
@@ -382,7 +388,7 @@ class Group:
         if self._group is None:
             return value
         data = json.dumps(value).encode() if self.rank == 0 else b""
-        size, content = _unpacked(self.reduce(_packed(data), "max"))  # of zeros on the other ranks
+        size, content = _unpacked(self.reduce(self._packed(data), "max"))  # of zeros on the other ranks
         if len(content) < size:
             rest = _padded(data, size)
             self._wait(self._group.broadcast(rest))
@@ -394,11 +400,16 @@ class Group:
         if self._group is None:
             return [value]
         data = json.dumps(value).encode()
-        sizes, contents = zip(*map(_unpacked, self._gathered(_packed(data))), strict=True)
+        sizes, contents = zip(*map(_unpacked, self._gathered(self._packed(data))), strict=True)
         if any(map(operator.lt, map(len, contents), sizes)):
             parts = self._gathered(_padded(data, max(sizes)))
             contents = tuple(bytes(part[:size].numpy()) for part, size in zip(parts, sizes, strict=True))
         return [json.loads(content) for content in contents]
+
+    def _packed(self, data: bytes) -> torch.Tensor:
+        """Size and beginning of some data in a uint8 tensor."""
+        size = self._packed_bytes
+        return _padded((len(data).to_bytes(SIZE_BYTES, "little") + data)[:size], size)
 
     def _gathered(self, values: torch.Tensor) -> list[torch.Tensor]:
         assert self._group is not None
@@ -415,14 +426,19 @@ class Group:
         return Votes(self._group, self._wait)
 
 
-# A value that fits here takes one collective, and a larger one two: a restart asks the others some fifty times.
-PACKED_BYTES = 512
-SIZE_BYTES = 8  # of it, for the size of the value
+def _completes(work: dist.Work, seconds: float) -> bool:
+    """Whether a collective completes within this time.
 
-
-def _packed(data: bytes) -> torch.Tensor:
-    """Size and beginning of some data in a uint8 tensor of `PACKED_BYTES`."""
-    return _padded((len(data).to_bytes(SIZE_BYTES, "little") + data)[:PACKED_BYTES], PACKED_BYTES)
+    Raises:
+        RuntimeError: it has failed.
+    """
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:  # failed, or it takes longer
+        if not work.is_completed():
+            return False
+        work.wait()
+    return True
 
 
 def _unpacked(packed: torch.Tensor) -> tuple[int, bytes]:

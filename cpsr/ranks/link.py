@@ -121,6 +121,9 @@ class Report:
     def open(self, opened: Opened) -> None:
         """Report that this process is a rank of that run."""
         self._write("opened", asdict(opened))
+
+    def tell_imports(self) -> None:
+        """Report what this process has imported, once in a job and by the first rank of a machine."""
         if os.environ.get("LOCAL_RANK") == "0" and not (self._directory / IMPORTED).exists():
             try:
                 self._write(IMPORTED, asdict(imported()))
@@ -154,7 +157,7 @@ class Report:
         return None if fields is None else Opened(**fields)
 
     def imported(self) -> Imported | None:
-        """What the first rank of this machine had imported when it opened the run; None until then."""
+        """What the first rank of this machine had imported once its run was open; None until then."""
         fields: Any = self._read(IMPORTED)
         return None if fields is None else Imported(**fields)
 

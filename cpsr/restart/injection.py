@@ -20,7 +20,6 @@ from cpsr.errors import RecoveryError
 from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.ranks.exits import ranks_named
-from cpsr.ranks.group import Group
 from cpsr.restart.choice import ATTEMPTS, Candidate
 from cpsr.restart.experts import older_operators
 from cpsr.restart.prediction import StatePrediction
@@ -42,13 +41,12 @@ DUMPS = "departed.json"
 class Attempts:
     """Attempts of one kind; only those from the newest checkpoint are counted."""
 
-    def __init__(self, path: Path, group: Group) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._group = group
 
     def since(self, checkpoint_iteration: int) -> tuple[int, str]:
-        """The number of attempts from this checkpoint, and the error recorded at the last one; a collective."""
-        record = self._group.broadcast(self._read() if self._group.rank == 0 else None)
+        """The number of attempts from this checkpoint, and the error recorded at the last one."""
+        record = self._read()
         same = record.get("checkpoint_iteration") == checkpoint_iteration
         return (int(record.get("tries", 1)), str(record.get("error", ""))) if same else (0, "")
 
@@ -90,8 +88,8 @@ class Injection:
         self._memory = memory
         self._prediction = prediction
         self._frozen = frozen
-        self.failures = Attempts(job.config.run_dir / FAILED_PREDICTION, job.group)
-        self.dumps = Attempts(job.config.run_dir / DUMPS, job.group)
+        self.failures = Attempts(job.config.run_dir / FAILED_PREDICTION)
+        self.dumps = Attempts(job.config.run_dir / DUMPS)
 
     # Whole snapshots
 

@@ -247,8 +247,10 @@ class StatePrediction:
     def _limit(self, history: DiskHistory, forecast: Forecast) -> tuple[Forecast, dict[str, Any]]:
         names = sorted({name for part in self._group.gather(list(history.operators)) for name in part})
         moved = measure(history, forecast, self.predictor.predict(history, forecast), names)
-        for sums in (moved.predicted_squared, moved.history_squared, moved.not_finite):
-            self._group.reduce(sums)
+        sums = moved.predicted_squared, moved.history_squared, moved.not_finite
+        reduced = self._group.reduce(torch.cat([one.flatten() for one in sums]))
+        for one, total in zip(sums, torch.split(reduced, [one.numel() for one in sums]), strict=True):
+            one.copy_(total.view_as(one))
         finite = self._guard.finite(moved)
         scales = dict(zip(moved.operators, self._guard.limit(moved).tolist(), strict=True))
         shortened = sorted(name for name, scale in scales.items() if scale < 1.0)
@@ -260,9 +262,9 @@ class StatePrediction:
         }
         limited = shorten(forecast, scales)
         # A rank may hold no older expert, or only tensors that kept the direction of the line: all name what any did.
-        held = max(self._group.gather(limited.settings.get("held_operators", 0)))
+        told = self._group.gather([limited.settings.get("held_operators", 0), limited.method])
+        held, methods = max(held for held, _ in told), [method for _, method in told]
         settings = {**limited.settings, "limited_operators": len(shortened), "held_operators": held}
-        methods = self._group.gather(limited.method)
         method = self.predictor.name if self.predictor.name in methods else methods[0]
         return replace(limited, method=method, settings=settings), guard
 
@@ -278,9 +280,9 @@ class StatePrediction:
         if count == 0:
             return None
         losses = self._probes.losses(saved, count)
-        if not self._group.all(len(losses) == count):
-            return None
-        return self._group.mean(sum(losses) / count)
+        own = [sum(losses) / count, float(len(losses) == count)]
+        total, evaluated = self._group.reduce(torch.tensor(own, dtype=torch.float64, device="cpu")).tolist()
+        return total / self._group.size if evaluated == self._group.size else None
 
     def finite(self) -> bool:
         """Whether every weight and moment of every rank is finite; a collective."""
@@ -301,7 +303,7 @@ class StatePrediction:
         Returns:
             Whether the state is accepted, and why.
         """
-        loss_predicted = self.probe_loss(scalars.probes)
+        loss_predicted = None if loss_checkpoint is None else self.probe_loss(scalars.probes)
         if loss_checkpoint is None or loss_predicted is None:
             why = self._probes.off or NO_PROBES
             guard["loss"] = {"accepted": True, "reason": f"not evaluated: {why}"}

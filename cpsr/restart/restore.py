@@ -59,6 +59,11 @@ class _Restart:
         return None if self.checkpoint is None else self.checkpoint.iteration
 
 
+def _report_missing(progress: Progress | None) -> None:
+    for rank, why in progress.missing.items() if progress is not None else ():
+        logger.warning("the step counter of rank %d %s: the failure step comes from the other ranks", rank, why)
+
+
 class Restorer:
     """Restores one run into one engine; every method is a collective of all ranks.
 
@@ -106,7 +111,9 @@ class Restorer:
         started = time.perf_counter()
         group = self._job.group
         progress = read_for_all(self._job.config.run_dir, self._job.run.previous_ranks, group)
-        published = self._published(progress)
+        if group.rank == 0:
+            _report_missing(progress)
+        published = None if progress is None else progress.iteration  # the newest that every rank has published
         checkpoint = self._checkpoint = self._newest.load(published, inexact=self._inexact)
         older = None if checkpoint is None else older_experts(checkpoint, group)
         c, shard = (None, None) if checkpoint is None else (checkpoint.iteration, checkpoint.shard)
@@ -136,10 +143,12 @@ class Restorer:
         # From rank 0: the other ranks do not know the plan.
         planning = Scalars.from_tree(checkpoint.scalars).planning
         names = "mode", "memory_interval_iterations", "interval_iterations"
-        planned, every, interval = group.broadcast([planning.get(name) for name in names])
+        known_by_0 = [planning.get(name) for name in names]
+        if group.rank == 0:
+            known_by_0 += [self._injection.failures.since(checkpoint.iteration)]
+            known_by_0 += [self._injection.dumps.since(checkpoint.iteration)]
+        planned, every, interval, (failures, last_failure), (dumps, _) = group.broadcast(known_by_0)
         between = every is not None and every < (interval or 0)
-        failures, last_failure = self._injection.failures.since(checkpoint.iteration)
-        dumps, _ = self._injection.dumps.since(checkpoint.iteration)
         return replace(
             known,
             planned=planned,
@@ -148,13 +157,6 @@ class Restorer:
             dumps=dumps,
             memory_interval_iterations=every if between else None,
         )
-
-    def _published(self, progress: Progress | None) -> int | None:
-        """The newest iteration that every rank has published; None where no rank has."""
-        for rank, why in progress.missing.items() if progress is not None and self._job.group.rank == 0 else ():
-            logger.warning("the step counter of rank %d %s: the failure step comes from the other ranks", rank, why)
-        published: int | None = self._job.group.broadcast(None if progress is None else progress.iteration)
-        return published
 
     def _first_loaded(self, order: Sequence[Candidate], restart: _Restart, refusal: Refusal | None) -> Restored:
         """Load the first candidate that can be loaded; `refusal` says why none of them is near the failure."""

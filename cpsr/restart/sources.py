@@ -163,7 +163,8 @@ class NewestCheckpoint:
         for iteration, problem in self.damaged.items():
             if self._group.rank == 0:
                 self._store.quarantine(iteration, problem)
-        self._group.barrier()
+        if self.damaged:  # alike on all ranks
+            self._group.barrier()
 
     def _require_none_committed(self, passed_over: Sequence[int]) -> None:
         """A run never starts from scratch after a commit."""
@@ -220,6 +221,7 @@ class MemorySources:
             name: [list(one.parameter.global_shape), one.parameter.offset, one.parameter.numel]
             for name, one in shard.operators.items()
         }
+        self._pieces_hash = _hash(self._pieces)
         self._fetched: dict[Entry, MemoryState] = {}
         self.own: list[MemoryState] = []
         # A start looks before and after it has loaded its checkpoint, and reads each state once.
@@ -266,15 +268,17 @@ class MemorySources:
         stale: bool,
         inexact: bool,
     ) -> Decision:
-        nodes = self._nodes = self._group.gather(self._node)
+        nodes = self._group.nodes
         newest = -1 if checkpoint_iteration is None else checkpoint_iteration - stale
         here = self._arena.list()
         states = self._catalogue(here, nodes, newest)
         self.own = [state for state in states if state.rank == self._group.rank and state.kind == "snapshot"]
         held = [self._held(here, place) for place in ("own", "replica")]
-        found = self._group.gather([_small_iterations(states), *held])
-        self.left = what_is_left([own for _, own, _ in found], [kept for _, _, kept in found], told=self._all_held)
-        small = {iteration for part, _, _ in found for iteration in part}
+        pieces = None if checkpoint is None else self._pieces_hash
+        found = self._group.gather([_small_iterations(states), *held, pieces])
+        own, kept, small_parts = ([one[place] for one in found] for place in (1, 2, 0))
+        self.left = what_is_left(own, kept, told=self._all_held)
+        small = {iteration for part in small_parts for iteration in part}
         entries = [entry for state in states if (entry := self._entry(state, small)) is not None]
         entries = [entry for entry in entries if inexact or not entry.older]
         reported = self._group.gather([vars(entry) for entry in entries])
@@ -283,17 +287,18 @@ class MemorySources:
             [Entry(**entry) for part in reported for entry in part],
             checkpoint_iteration,
             published_iteration,
-            alike=self._alike(checkpoint),
+            alike=self._alike(checkpoint, [one[3] for one in found]),
             stale=stale,
         )
 
-    def _alike(self, checkpoint: Shard | None) -> list[int]:
-        """By rank, the first one with the same part of the checkpoint; all ranks have one, or none has."""
-        if checkpoint is None:
+    def _alike(self, checkpoint: Shard | None, pieces: list[str]) -> list[int]:
+        """By rank, the first one with the same part of the checkpoint; all ranks have one, or none has.
+
+        Only ranks that own the same slices, as `pieces` tells, can have the same state, and nothing else is hashed.
+        """
+        if checkpoint is None or len({*pieces}) == len(pieces):
             return list(range(self._group.size))
-        # Only ranks that own the same slices can have the same state, and nothing else is hashed.
-        own = _hash(self._pieces)
-        several = self._group.gather(own).count(own) > 1
+        several = pieces.count(pieces[self._group.rank]) > 1
         words = self._group.gather(_fingerprint(checkpoint) if several else None)
         first = {word: rank for rank, word in reversed(list(enumerate(words)))}
         return [rank if word is None else first[word] for rank, word in enumerate(words)]
@@ -329,7 +334,7 @@ class MemorySources:
         Raises:
             CheckpointError: a state did not arrive; on every rank.
         """
-        self._fetched = fetch(self._arena, self._group, self._nodes, sources)
+        self._fetched = fetch(self._arena, self._group, self._group.nodes, sources)
 
     def load(self, source: Source, into: Shard) -> Any:
         """Copy this rank's state out of memory and return its scalars; if one rank fails, all raise.

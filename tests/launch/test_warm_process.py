@@ -26,6 +26,7 @@ import os
 import installed
 from cpsr.ranks.link import Opened, report
 report().open(Opened("run", 0, 1))
+report().tell_imports()
 print("rank", os.environ["RANK"], os.environ.get("SETTING"), flush=True)
 os._exit(int(os.environ["STATUS"]))
 """
