@@ -98,7 +98,8 @@ class _Imports:
         self._imported = imported
         self._blas_threads = os.environ.get(BLAS_THREADS)
         self._open = _open_files()
-        self._stats = {file: _stat(file) for file in imported.modules.values()} | {imported.main: _stat(imported.main)}
+        files = {file for name, file in imported.modules.items() if is_of_environment(name, file)} | {imported.main}
+        self._stats = {file: _stat(file) for file in files}
         self._beside = self._names_beside()
         self._before = set(sys.modules)
         self._seeds = _Seeds()
@@ -244,6 +245,7 @@ def become_rank() -> None:
     obstacle = imports.obstacle()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    ctypes.CDLL(None).fflush(None)  # or each fork would print what C's streams hold
     _send(connection, {"obstacle": obstacle, "read": sorted(_Environment.read)})
     while True:
         request, descriptors = _receive(connection)

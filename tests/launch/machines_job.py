@@ -23,6 +23,7 @@ from cpsr import CPSRRecovery, TorchAdapter
 ITEMS, GLOBAL_BATCH = 48, 12
 ITERATION_SECONDS = 0.1  # so that a test can come in between
 ENOUGH = "enough"
+FORKED = b"CPSR_WARM=" in Path("/proc/self/environ").read_bytes()  # by the warm process, whose environment it shows
 
 
 def model_and_data() -> tuple[nn.Module, TensorDataset]:
@@ -109,7 +110,8 @@ def main(directory: Path, config: dict[str, Any], kind: str) -> None:
                 samples += indices.tolist()
                 if len(samples) == steps:  # before the backward, after which the others need this rank no more
                     row = {"life": life, "ranks": ranks, "iteration": recovery.iteration + 1, "samples": samples}
-                    rows.write(json.dumps(row | {"losses": losses, "machine": socket.gethostname()}) + "\n")
+                    row |= {"losses": losses, "machine": socket.gethostname(), "forked": FORKED}
+                    rows.write(json.dumps(row) + "\n")
                 training.backward(loss)
                 training.step()
                 if len(samples) < steps:

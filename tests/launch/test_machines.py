@@ -32,10 +32,14 @@ def test_a_job_goes_on_without_a_machine_and_with_it_again(
 ) -> None:
     job = MachineJob(machines, tmp_path, launcher=launcher)
     before = job.begin(number)
+    if warm := launcher == "cpsr run":
+        job.until(lambda: "Restarts fork their ranks" in job.output(0))
     machines.kill(number - 1)
     without = job.reached(number - 1, after=before)
     job.start(number - 1)
     again = job.reached(number, after=without)
+    first = [row for row in job.rows() if row["machine"] == machines.names[0]]
+    assert {row["forked"] for row in first if row["life"] in (without, again)} == {warm}
     assert set(job.finish().values()) == {0}, job.everything()
     begins = job.begins()
     assert begins[without]["method"] == begins[again]["method"] == "exact"

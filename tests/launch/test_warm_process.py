@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -28,7 +27,7 @@ from cpsr.ranks.link import Opened, report
 report().open(Opened("run", 0, 1))
 report().tell_imports()
 print("rank", os.environ["RANK"], os.environ.get("SETTING"), flush=True)
-os._exit(int(os.environ["STATUS"]))
+raise SystemExit(int(os.environ["STATUS"]))
 """
 ROOT = Path(__file__).parents[2]
 RANK_START = Path(cpsr.launch.__file__).parent / "rank_start"
@@ -54,6 +53,7 @@ class Machine:
         self.script.parent.mkdir()
         self.script.write_text(SCRIPT.format(before=before))
         self.lines: list[str] = []
+        self.options = ["-u"]  # as torchrun starts scripts
         self.output = folder / "output"
         report = Report(folder / "launcher")
         report.clear()
@@ -65,21 +65,26 @@ class Machine:
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
             "PYTHONUSERBASE": str(base),
             "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "",
             "TORCHELASTIC_RUN_ID": "job",
             "LOCAL_RANK": "0",
         }
 
     def start(self, rank: int = 0, status: int = 0) -> "ForkedRank | subprocess.Popen[bytes]":
         """Start the rank; wait for its end and check its status."""
-        command = (sys.executable, "-u", str(self.script))
-        environment = {**self._environment, "RANK": str(rank), "STATUS": str(status)}
-        self.warm.begin_start()
-        with self.output.open("a") as output:
-            process: Any = self.warm.fork(command, environment, output, output)
-            process = process or subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        process = self.launch(self.output, rank, status)
         assert process.wait(PATIENCE_SECONDS) == status, self.output.read_text()
         assert self.output.read_text().splitlines()[-1].startswith(f"rank {rank} ")
-        return process  # type: ignore[no-any-return]
+        return process
+
+    def launch(self, output: Path, rank: int = 0, status: int = 0) -> "ForkedRank | subprocess.Popen[bytes]":
+        """Start the rank, whose output goes to a file."""
+        command = (sys.executable, *self.options, str(self.script))
+        environment = {**self._environment, "RANK": str(rank), "STATUS": str(status)}
+        self.warm.begin_start()
+        with output.open("a") as stream:
+            process = self.warm.fork(command, environment, stream, stream)
+            return process or subprocess.Popen(command, env=environment, stdout=stream, stderr=stream)
 
     def until_told(self) -> str:
         """What is said of the warm process that the last start has asked for."""
@@ -219,6 +224,47 @@ def test_a_changed_file_is_imported_anew_and_forks_come_from_a_new_process(
     machine.until_told()
     assert isinstance(machine.start(), ForkedRank)
     assert machine.output.read_text().split()[-1] == ("new" if changed == "installed" else "old")
+
+
+def test_the_users_own_modules_are_read_at_each_start(machine_with: Callable[..., Machine]) -> None:
+    machine = machine_with(before="import own; os.environ['SETTING'] = own.VALUE")
+    own = machine.script.parent / "own.py"
+    own.write_text("VALUE = 'old'")
+    machine.start()
+    machine.until_told()
+    own.write_text("VALUE = 'new'")
+    assert isinstance(machine.start(), ForkedRank)
+    assert machine.output.read_text().splitlines() == ["rank 0 old", "rank 0 new"]
+
+
+@pytest.mark.parametrize("options", [["-u"], []])
+def test_forks_print_on_a_terminal_as_fresh_ranks_do_and_nothing_that_imports_have_printed(
+    machine_with: Callable[..., Machine], options: list[str]
+) -> None:
+    streams = "[[s.isatty(), s.line_buffering, s.write_through, s.fileno()] for s in (sys.stdout, sys.stderr)]"
+    machine = machine_with(
+        "import ctypes; print('by Python'); ctypes.CDLL(None).printf(b'by C')",
+        f"import sys; print({streams}, os.ttyname(1), file=sys.stderr)",
+    )
+    machine.options = options
+    terminal, process_end = os.openpty()
+    printed = []
+    for kind in (subprocess.Popen, ForkedRank, ForkedRank):
+        process = machine.launch(Path(os.ttyname(process_end)))
+        assert isinstance(process, kind)
+        assert process.wait(PATIENCE_SECONDS) == 0
+        os.write(process_end, b"end")
+        text = ""
+        while not text.endswith("end"):
+            text += os.read(terminal, 4096).decode()
+        printed.append(text)
+        if kind is subprocess.Popen:
+            machine.until_told()
+    fresh, *forks = printed
+    assert "True" in fresh
+    assert forks == [fresh.replace("by Python\r\n", "").replace("by C", "")] * 2
+    os.close(terminal)
+    os.close(process_end)
 
 
 def re_matches(line: str, changed: str) -> bool:

@@ -9,7 +9,7 @@ from tests.recovery.job import INTERVAL, ITERATIONS, Job
 
 FAILURE, CHECKPOINT = 23, 20
 KILL: dict[str, Any] = {"fault": f"step:1:{FAILURE}", "committed": CHECKPOINT}
-NO_RISE = {"restart": {"loss_tolerance_nats": 1e-9}}
+NO_RISE = {"restart": {"loss_tolerance_nats": 1e-9, "probe_batches": 8}}  # of two ranks
 
 
 def recovery_of(job: Job) -> RecoveryRow:
@@ -61,7 +61,7 @@ def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrup
 
 
 def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job, killed: Killed) -> None:
-    killed(**KILL, zero=1)
+    killed(**KILL, zero=1, settings=NO_RISE)
     back = job.launch(mode="predict", settings=NO_RISE, gain=10.0)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     recovery = recovery_of(job)
