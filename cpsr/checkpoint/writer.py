@@ -63,6 +63,7 @@ class CheckpointWriter:
         pool: where the snapshots come from, and go back to.
         save_timeout_seconds: rank 0 abandons a checkpoint if other parts are missing after this time.
         retention: how many checkpoints stay; None: the usual number.
+        on_outcome: called when there is a further outcome; on any thread.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class CheckpointWriter:
         pool: SnapshotPool,
         save_timeout_seconds: float = 600.0,
         retention: Retention | None = None,
+        on_outcome: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
+        self._on_outcome = on_outcome
         self._pool = pool
         self._save_timeout_seconds = save_timeout_seconds
         self._retention = retention or Retention()
@@ -90,7 +93,7 @@ class CheckpointWriter:
     def submit(self, snapshot: Snapshot) -> None:
         """Hand over a finished snapshot; returns at once."""
         if not self._put(partial(self._persist, snapshot)):
-            self._outcomes.append(self._persist(snapshot, dropped=True))
+            self._add(self._persist(snapshot, dropped=True))
 
     def skip(self, iteration: int, reason: str) -> None:
         """Record that this rank has no snapshot for a due checkpoint, and mark it for rank 0; returns at once.
@@ -100,7 +103,11 @@ class CheckpointWriter:
         """
         marked = partial(self._mark_skipped, iteration, reason)
         if not self._put(lambda _: SaveOutcome(iteration, "skipped", marked())):
-            self._outcomes.append(SaveOutcome(iteration, "skipped", reason))
+            self._add(SaveOutcome(iteration, "skipped", reason))
+
+    def _add(self, outcome: SaveOutcome) -> None:
+        self._outcomes.append(outcome)
+        self._on_outcome()
 
     def outcomes(self) -> list[SaveOutcome]:
         """What happened since the last call, oldest first."""
@@ -142,7 +149,7 @@ class CheckpointWriter:
     def _run(self) -> None:
         yield_to_training()
         while (work := self._queue.get()) is not None:
-            self._outcomes.append(work(self._cancelled.is_set()))
+            self._add(work(self._cancelled.is_set()))
             with self._idle:
                 self._pending -= 1
                 self._idle.notify_all()

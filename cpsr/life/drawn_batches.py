@@ -130,23 +130,29 @@ class Draws:
 
 
 class DrawWarnings:
-    """Reports, once and on rank 0, loops whose batches a checkpoint cannot follow."""
+    """Reports, once and on rank 0, loops whose batches a checkpoint cannot follow.
+
+    Attributes:
+        learns: `after_step` is still to be called after each step.
+    """
 
     def __init__(self, job: Job, draws: Draws) -> None:
         self._job, self._draws = job, draws
-        self._steps = 0
+        self._first = job.adapter.iteration
         self._said = False
+        self.learns = True
 
     def after_step(self) -> None:
         """A step is complete."""
-        self._steps += 1
-        if self._steps == LEARNED and self._draws.drawn:
-            self._compare([draws for draws, _, _ in self._draws.counts])
+        if self.learns and len(self._draws.counts) == LEARNED:
+            self.learns = False
+            if self._draws.drawn:
+                self._compare([draws for draws, _, _ in self._draws.counts])
 
     def at_checkpoint(self) -> None:
         """A checkpoint begins; without a batch from `resume` it has no position in the data."""
         if not self._draws.drawn and self._job.config.mode == "exact" and self._job.adapter.pipeline is None:
-            self._say("no batches from resume", NO_BATCHES.format(self._steps))
+            self._say("no batches from resume", NO_BATCHES.format(self._job.adapter.iteration - self._first))
 
     def _compare(self, taken: list[int]) -> None:
         adapter = self._job.adapter

@@ -97,7 +97,6 @@ class EventCallbacks:
         self._job: Job | None = None
         self._defer: Callable[[Callable[[], None]], None] = lambda act: act()
         self._first: Restored | None = None
-        self._iteration = 0  # newest step
         self._saved: int | None = None  # newest checkpoint
 
     def add(self, callback: EventCallback) -> None:
@@ -132,21 +131,24 @@ class EventCallbacks:
         )
         self._emit(self._first)
 
-    def at_step(self, iteration: int, saved_iteration: int | None) -> None:
-        """A step is complete, or the life ends; `saved_iteration` is the newest checkpoint."""
-        self._iteration = iteration
+    def note_saved(self, saved_iteration: int | None) -> None:
+        """This is the newest checkpoint."""
         if saved_iteration == self._saved:
             return
         self._saved = saved_iteration
         if saved_iteration is not None and self._job is not None and self._job.group.rank == 0:
             self._emit(Committed(saved_iteration))
 
-    def rewound(self, to: Rewind) -> None:
-        """Tell once the loop has finished the discarded step, which it may still log."""
+    def rewound(self, to: Rewind, newest_iteration: int) -> None:
+        """Tell once the loop has finished the discarded step, which it may still log.
+
+        Args:
+            to: the new state.
+            newest_iteration: of the last step before.
+        """
         self._saved = to.checkpoint_iteration
-        if to.iteration < self._iteration:
-            event = RolledBack(self._iteration, to.iteration, to.reason)
-            self._iteration = to.iteration
+        if to.iteration < newest_iteration:
+            event = RolledBack(newest_iteration, to.iteration, to.reason)
             self._defer(lambda: self._emit(event))
 
     def leaving(self, iteration: int, *, saved: bool) -> None:

@@ -50,9 +50,13 @@ class StopRequest:
     Attributes:
         made: all ranks leave at the end of the next iteration.
         kept: the first exception of the script's handler.
+
+    Args:
+        on_made: called when it is made; on any thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_made: Callable[[], None]) -> None:
+        self._on_made = on_made
         # No Event: a second signal during the handler of the first would wait for its lock.
         self.made = False
         self.kept: BaseException | None = None
@@ -99,6 +103,7 @@ class StopRequest:
     def note(self) -> None:
         """SIGTERM has arrived; on any thread."""
         self.made = True
+        self._on_made()
 
     def received(self, number: int, frame: FrameType | None, script: Script) -> None:
         """SIGTERM has arrived at a handler that stands before `script`."""
@@ -267,7 +272,7 @@ class Leaving:
             iteration,
             logging.INFO if saved else logging.ERROR,
         )
-        self._loop.events.at_step(iteration, self._saver.saved_iteration)
+        self._loop.events.note_saved(self._saver.saved_iteration)
         self.left, self._saved = True, saved
 
     def close(self) -> None:

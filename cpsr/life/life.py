@@ -10,6 +10,7 @@ import torch
 from cpsr.config import CPSRConfig
 from cpsr.errors import NotRestoredError
 from cpsr.job import Ending, Job, Rewind
+from cpsr.life.attention import Attention
 from cpsr.life.leaving import Leave, Leaving, StopRequest
 from cpsr.life.loop import FAILURES_ITERATIONS, Loop, Steps
 from cpsr.life.opening import adopt, open_life
@@ -72,7 +73,8 @@ class Life:
 
     def __init__(self, loop: Loop, config: CPSRConfig) -> None:
         self.loop = loop
-        self.ending, self.stop = Ending(), StopRequest()
+        self.ending, self.attention = Ending(), Attention()
+        self.stop = StopRequest(self.attention.call)
         self._proposed: Plan | None = None  # the newest that this rank has proposed
         self._disowned = False
         with ExitStack() as opened:
@@ -153,20 +155,21 @@ class Life:
         if self.leaving.left:
             self._compare_later(iteration)
             return
+        looks = self.attention.is_due(iteration)
         self.leaving.look(iteration)
         step = self.steps.end(iteration, applied)
         self.loop.after_step(step)
         if self.experts is not None:
             self.experts.end_iteration(iteration, applied)
-        self.saver.after_step(iteration)
+        if self.memory.windows is not None:
+            self.memory.after_step(iteration)
+        if looks:
+            self.saver.after_step()
         self.boundary.publish(iteration)
-        self.planner.times.step(step.seconds)
-        self.loop.follow(iteration, self.saver.saved_iteration)
-        if self.probation.active and self._is_given_up(iteration):
+        self.planner.times.steps_seconds.append(step.seconds)
+        if looks and not self._look(iteration):
             return
-        self._save_if_due(iteration)
-        self.probation.measure_if_due(iteration)
-        if self._agree(iteration):
+        if self._agree(iteration, looks=looks):
             self.leaving.leave_together(self.steps.median_seconds)
         self.witnessing.after_step(iteration, saves=self.loop.tail.waits)
 
@@ -196,6 +199,34 @@ class Life:
         )
 
     # Steps of the script
+
+    def _look(self, iteration: int) -> bool:
+        """Do what more than an ordinary step has to do; returns whether the step stays."""
+        self.planner.times.settle()
+        self.loop.follow(iteration, self.saver.saved_iteration)
+        if self.probation.active and self._is_given_up(iteration):
+            return False
+        self._save_if_due(iteration)
+        self.probation.measure_if_due(iteration)
+        if iteration % FAILURES_ITERATIONS == 0:
+            self._report_planning()
+        self.attention.look_at(self._next_look(iteration))
+        return True
+
+    def _next_look(self, iteration: int) -> int:
+        """The iteration from which on something is due. What is a collective begins there, on all ranks together."""
+        each = self.probation.active, self.loop.warnings.learns, self.memory.replicates, self.rehearsed is not None
+        if self.memory.windows is not None or any(each):
+            return iteration + 1
+        first_plan = self.restored.restored_iteration + FIRST_PLAN_ITERATIONS
+        dues = [
+            self.saver.due_at,
+            self.saver.memory.due_at(self.saver.plan.memory_interval_iterations),
+            self.probation.measures_at,
+            first_plan if iteration < first_plan else None,
+            iteration + FAILURES_ITERATIONS - iteration % FAILURES_ITERATIONS,
+        ]
+        return min(due for due in dues if due is not None)
 
     def _compare_later(self, iteration: int) -> None:
         """A step after the last commit of this life, for the next life to compare with."""
@@ -235,10 +266,8 @@ class Life:
         peak = self.loop.state.peak_learning_rate
         self.planner.consider(self.steps.situation(iteration, peak, self.saver.plan))
 
-    def _agree(self, iteration: int) -> bool:
+    def _agree(self, iteration: int, *, looks: bool) -> bool:
         """Carry out what all ranks do at the end of this step; returns whether they leave."""
-        if iteration % FAILURES_ITERATIONS == 0:
-            self._report_planning()
         if self.memory.replicates:
             turns = self.saver.memory.turns
             flags = self.votes.exchange(Ballot(*turns.ballot()))
@@ -246,7 +275,7 @@ class Life:
         leaves = self.rehearsed is not None and self.rehearsed.after_step(iteration)
         if self.stop.made:
             self.agreement.ring()
-        for agreed in self.agreement.end_step():
+        for agreed in self.agreement.end_step(looks=looks):
             if agreed.act == Act.PLAN:
                 self.saver.adopt(self._plan_of(agreed), iteration)
             leaves = leaves or agreed.act == Act.LEAVE
@@ -289,6 +318,7 @@ class Life:
         Raises:
             SaveError: checkpoints had to be set aside, and a disk did not answer. Nothing was set aside.
         """
+        self.attention.call()
         self.saver.set_aside(to)
         if restored is not None:
             adopt(self, restored)
@@ -302,7 +332,8 @@ class Life:
         self.probation.rewound()
         self.boundary.rewound(to)
         self.saver.rewound(to)
-        loop.events.rewound(to)
+        loop.events.rewound(to, self.steps.iteration)
+        self.steps.iteration = to.iteration
 
     def _is_given_up(self, iteration: int) -> bool:
         """Whether the watched state has diverged and was rolled back; a collective."""
@@ -415,7 +446,7 @@ class Life:
         self.saver.finish()
         iteration = self.ending.iteration = self.job.adapter.iteration
         self.leaving.save_last(iteration)
-        self.loop.events.at_step(iteration, self.saver.saved_iteration)
+        self.loop.events.note_saved(self.saver.saved_iteration)
         self.ending.how = "clean"
         self._end_unfinished_probation()
 

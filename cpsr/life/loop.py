@@ -27,7 +27,7 @@ from cpsr.state.losses import LossRecorder, Step
 __all__ = ["FAILURES_ITERATIONS", "Loop", "LoopTail", "Steps"]
 
 TIMED_ITERATIONS = 50  # the planner's iteration time is the median of this many
-FAILURES_ITERATIONS = 20  # between two looks at whether a thread that learns or plans has failed
+FAILURES_ITERATIONS = 20  # between two checks whether a thread that learns or plans has failed
 UNKNOWN_ITERATIONS = 20  # without a loss, before that is reported
 
 
@@ -159,10 +159,11 @@ class Loop:
 
     Attributes:
         tail: work deferred to the end of the loop's iteration; from `begin_life` on.
+        warnings: of loops that take their batches otherwise; likewise.
     """
 
     tail: LoopTail
-    _warnings: DrawWarnings
+    warnings: DrawWarnings
 
     def __init__(
         self,
@@ -197,7 +198,7 @@ class Loop:
         """A life begins."""
         self._followed: int | None = None  # the newest checkpoint that the learner knows
         self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline is not None)
-        self._warnings = DrawWarnings(job, self.state.draws)
+        self.warnings = DrawWarnings(job, self.state.draws)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins, with these inputs."""
@@ -209,26 +210,27 @@ class Loop:
         self.learning.bubbles.end_iteration()
         self.tail.after_step()
         self.state.end_step()
-        self._warnings.after_step()
         if step.applied:
             self.state.count_update(step.learning_rate)
 
     def follow(self, iteration: int, saved_iteration: int | None) -> None:
         """A step is complete: tell the learner and the user's callbacks of the newest checkpoint."""
+        self.warnings.after_step()
         if saved_iteration != self._followed or iteration % FAILURES_ITERATIONS == 0:
             self._followed = saved_iteration
             self.learning.at_step(saved_iteration, self.state.history_start)
-        self.events.at_step(iteration, saved_iteration)
+        self.events.note_saved(saved_iteration)
 
     def at_checkpoint(self) -> None:
         """A checkpoint has begun."""
-        self._warnings.at_checkpoint()
+        self.warnings.at_checkpoint()
 
 
 class Steps:
     """Times the steps of one life, and passes them on once their losses have arrived from the device.
 
     Attributes:
+        iteration: of the newest step, or of the state that has taken its place; 0 before the first.
         learning_rate: of the newest update.
         followers: called with finished iterations, after the journal.
     """
@@ -237,6 +239,7 @@ class Steps:
         self._adapter = adapter
         self._journal = journal
         self._losses = losses
+        self.iteration = 0
         self.learning_rate = learning_rate(adapter.optimizers)
         self.followers: list[Callable[[Sequence[Step]], None]] = []
         self._seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
@@ -255,7 +258,7 @@ class Steps:
 
     def end(self, iteration: int, applied: bool) -> Step:
         """A step is complete."""
-        now = time.perf_counter()
+        now, self.iteration = time.perf_counter(), iteration
         seconds, self._ended = now - self._ended, now
         self._seconds.append(seconds)
         step = Step(iteration, self.learning_rate, seconds, applied)

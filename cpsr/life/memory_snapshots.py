@@ -157,12 +157,17 @@ class MemorySnapshots:
         Returns:
             What starts it, once the loop has finished its iteration; it returns while the state is being copied.
         """
-        if interval_iterations is None or self._windows is not None or not self._survives:
-            return None
-        if iteration - self._last < interval_iterations:
+        due_at = self.due_at(interval_iterations)
+        if due_at is None or iteration < due_at:
             return None
         self._last = iteration
         return partial(self._begin, iteration, self._policy.due_in_memory(), self.turns.may_send(iteration))
+
+    def due_at(self, interval_iterations: int | None) -> int | None:
+        """The iteration of the next whole snapshot; None: none are taken."""
+        if interval_iterations is None or self._windows is not None or not self._survives:
+            return None
+        return self._last + interval_iterations
 
     def end_of(self, iteration: int, between_steps: Callable[[], bool]) -> Callable[[], None] | None:
         """What an iteration ends with: its part of a window, if there are any.

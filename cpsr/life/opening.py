@@ -129,6 +129,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
         loop,
         life.steps,
         _policy(life, writes),
+        life.attention,
         exact=exact,
     )
     opened.callback(life.saver.close, ending)
@@ -198,6 +199,7 @@ def _start_training(life: "Life", store: CheckpointStore, opened: ExitStack) -> 
     """Start what learns and plans beside the loop, and follow the loop."""
     job, loop = life.job, life.loop
     loop.learning.start(job, store)
+    life.planner.on_proposal = life.attention.call
     life.planner.start(job.config.run_dir, job.journal)
     for link in life.memory.links:
         link.on_replica = life.planner.times.replica

@@ -134,9 +134,14 @@ class Probation:
                 (one.iteration, one.loss) for one in steps if one.loss is not None and first <= one.iteration <= last
             ]
 
+    @property
+    def measures_at(self) -> int | None:
+        """The iteration at which the lag is measured, the same on all ranks; None: it is not."""
+        return None if self._before is None else self._failed_at + LAST_ITERATION + ARRIVAL_ITERATIONS
+
     def measure_if_due(self, iteration: int) -> None:
         """Measure the lag once its losses have arrived, for the journal and the predictor; then a collective."""
-        if self._before is None or iteration < self._failed_at + LAST_ITERATION + ARRIVAL_ITERATIONS:
+        if self._before is None or self.measures_at is None or iteration < self.measures_at:
             return
         before, self._before = self._before, None
         # Only rank 0 has the losses of earlier lives, and all ranks must record the same.

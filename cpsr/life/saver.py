@@ -17,6 +17,7 @@ from cpsr.config import CPSRConfig
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Ending, Job, Rewind
 from cpsr.journal import CheckpointRow, RankJournal
+from cpsr.life.attention import Attention
 from cpsr.life.loop import Loop, Steps
 from cpsr.life.memory_snapshots import MemorySnapshots
 from cpsr.life.policies import Whole
@@ -49,6 +50,7 @@ class Saver:
     Args:
         store: its attempt rises when an iteration is saved again.
         policy: decides what each checkpoint holds.
+        attention: is called for what `after_step` reports, and for another plan.
         exact: whether a state that cannot be saved ends the job; otherwise each checkpoint reports it.
 
     Attributes:
@@ -67,10 +69,11 @@ class Saver:
         loop: Loop,
         steps: Steps,
         policy: Whole,
+        attention: Attention,
         *,
         exact: bool,
     ) -> None:
-        self._exact = exact
+        self._exact, self._attention = exact, attention
         self._job, self._adapter, self._group, self._journal = job, job.adapter, job.group, job.journal
         self._config: CPSRConfig = job.config
         self.store = store
@@ -82,6 +85,7 @@ class Saver:
             self.pool,
             job.config.checkpoint.save_timeout_seconds,
             Retention(disk_limit_bytes=job.config.checkpoint.disk_limit_bytes),
+            attention.call,
         )
         self._planner = planner
         self._loop, self._steps = loop, steps
@@ -95,13 +99,11 @@ class Saver:
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan: Plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))
+        target.on_report = attention.call
         target.start(store)
 
-    # In every step
-
-    def after_step(self, iteration: int) -> None:
-        """A step is complete: replay what a window has of it, and report on saves."""
-        self._host_memory.after_step(iteration)
+    def after_step(self) -> None:
+        """A step is complete: report on saves."""
         self.surface()
         self._target.notify(self.saved_iteration)
         self._report_copies()
@@ -114,7 +116,12 @@ class Saver:
 
     def is_due(self, iteration: int) -> bool:
         """Whether a checkpoint is due after this iteration."""
-        return self.pool.obstacle is None and iteration - self._counted_from >= self.plan.interval_iterations
+        return self.pool.obstacle is None and iteration >= self.due_at
+
+    @property
+    def due_at(self) -> int:
+        """The iteration of the next checkpoint."""
+        return self._counted_from + self.plan.interval_iterations
 
     def count_from(self, iteration: int) -> None:
         """Count the iterations to the next checkpoint from this one, at which one was due."""
@@ -316,6 +323,7 @@ class Saver:
     def adopt(self, plan: Plan, iteration: int) -> None:
         """Use an agreed plan from here on."""
         self.plan = plan
+        self._attention.call()
         self._journal.record(plan.row(self._journal.life, iteration))
 
 

@@ -64,7 +64,6 @@ class Agreement:
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         if group.size == 1:
-            self._member.attention_at = 0
             return
         self._exchange = Exchange(group, board)
         self._bell = self._exchange.bell
@@ -77,12 +76,17 @@ class Agreement:
 
     # The training thread
 
-    def end_step(self) -> Sequence[Proposal]:
+    def end_step(self, *, looks: bool = True) -> Sequence[Proposal]:
         """A step has ended; returns what all ranks do now.
+
+        Args:
+            looks: whether a rank alone looks for what it was asked; ranks together tell one another.
 
         Raises:
             UnevenRanksError: a rank takes part in no further step, or rank 0 does not say what was decided.
         """
+        if self._exchange is None:
+            return self._alone() if looks else ()
         member = self._member
         member.steps += 1
         if self._bell[0] != self._rung:
@@ -97,8 +101,6 @@ class Agreement:
             self._exchange.ring()
 
     def _due(self) -> Sequence[Proposal]:
-        if self._exchange is None:
-            return self._alone()
         if self._member.uneven:
             self._require_all(waits=False)
         until = time.monotonic() + VERDICT_SECONDS

@@ -61,6 +61,9 @@ class CheckpointTarget:
         group: the ranks. `adopt_run` and `fetch` are collectives; rank 0 alone copies, because it sees all ranks'
             files in the run directory.
 
+    Attributes:
+        on_report: called when there is a further event; on any thread.
+
     Raises:
         ConfigError: the URL is not usable, or leads into the run directory itself.
     """
@@ -72,6 +75,7 @@ class CheckpointTarget:
         self._group = group
         self._place = None if config.target is None else open_place(config.target, run_dir)
         self._reports: deque[Report] = deque()
+        self.on_report: Callable[[], None] = lambda: None
         self._tried: dict[str, str] = {}  # folders that were fetched -> what is wrong with them, if anything
         self._newest: int | None = None  # of the commits that were announced
         self._failing: set[str] = set()  # kinds of failures since the last success
@@ -88,6 +92,7 @@ class CheckpointTarget:
         """Report an event of all ranks, on rank 0."""
         if self._group.rank == 0:
             self._reports.append(Report(kind, message, iteration, level))
+            self.on_report()
 
     # At the start
 
@@ -274,7 +279,7 @@ class CheckpointTarget:
             self._thread.start()
 
     def notify(self, iteration: int | None) -> None:
-        """Announce the newest committed checkpoint, at every step; returns at once."""
+        """Announce the newest committed checkpoint; returns at once."""
         if iteration is None or iteration == self._newest:
             return
         self._newest = iteration

@@ -59,6 +59,7 @@ class JobPlanner:
 
     Attributes:
         times: what checkpoints and snapshots cost this rank.
+        on_proposal: called in its thread when there is a new plan.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class JobPlanner:
         self._accuracy = accuracy
         self._straightness = straightness
         self.times = RankTimes(parameters)
+        self.on_proposal: Callable[[], None] = lambda: None
         self._window_iterations: int | None = None
         self._phases = PhaseDetector(beta2=beta2)
         self._saves: list[SaveOutcome] = []  # not processed yet
@@ -279,6 +281,7 @@ class JobPlanner:
             return
         with self._lock:
             self._waiting = self._proposed = plan
+        self.on_proposal()
         if self._override != self._planned_override:
             self._planned_override = self._override
             kind = "override ended" if self._override is None else "override"

@@ -63,10 +63,12 @@ class RankTimes:
 
     Attributes:
         snapshots: number of those to host memory alone in this life.
+        steps_seconds: durations of steps, added by the training thread, since the last `settle`.
     """
 
     def __init__(self, parameters: int) -> None:
         self.snapshots = 0
+        self.steps_seconds: list[float] = []
         self._parameters = parameters
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
         self._under_way: list[float] | None = None
@@ -80,24 +82,31 @@ class RankTimes:
 
     def begun(self) -> None:
         """A checkpoint was begun."""
-        with self._lock:
-            self._under_way = []
+        self.settle()
+        self._under_way = []
 
-    def step(self, seconds: float) -> None:
-        """Add the duration of one step; what a snapshot to memory alone takes of it is no cost of the disk."""
+    def settle(self) -> None:
+        """Count the steps so far."""
         with self._lock:
-            snapshot, self._snapshot = self._snapshot, None
-            if self._under_way is not None:
-                self._under_way.append(seconds if snapshot is None else seconds - snapshot[0])
-            elif snapshot is None:
-                self._calm.append(seconds)
-            elif len(self._calm) >= CALM_STEPS_MIN:
-                stall_seconds, copy_seconds = snapshot
-                longer = seconds - statistics.median(self._calm)
-                self._memory["longer_seconds"].append(min(longer, stall_seconds + copy_seconds))
+            for seconds in self.steps_seconds:
+                self._count(seconds)
+        self.steps_seconds.clear()
+
+    def _count(self, seconds: float) -> None:
+        """Count one step; what a snapshot to memory alone takes of it is no cost of the disk."""
+        snapshot, self._snapshot = self._snapshot, None
+        if self._under_way is not None:
+            self._under_way.append(seconds if snapshot is None else seconds - snapshot[0])
+        elif snapshot is None:
+            self._calm.append(seconds)
+        elif len(self._calm) >= CALM_STEPS_MIN:
+            stall_seconds, copy_seconds = snapshot
+            longer = seconds - statistics.median(self._calm)
+            self._memory["longer_seconds"].append(min(longer, stall_seconds + copy_seconds))
 
     def durable(self, outcome: SaveOutcome) -> None:
         """The checkpoint is durable: its stall is at least the time in which training waited."""
+        self.settle()
         with self._lock:
             steps, self._under_way = self._under_way, None
             stall_seconds = outcome.stall_seconds
@@ -114,6 +123,7 @@ class RankTimes:
             stall_seconds: for which training waited.
             copy_seconds: that the copy took.
         """
+        self.settle()
         with self._lock:
             self.snapshots += 1
             self._snapshot = stall_seconds, copy_seconds

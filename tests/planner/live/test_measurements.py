@@ -33,10 +33,10 @@ def stall(meter: RankTimes, blocked_seconds: float) -> float:
 def metered(calm: int, under_way: list[float], blocked_seconds: float = 0.01) -> float:
     meter = RankTimes(1)
     for _ in range(calm):
-        meter.step(0.1)
+        meter.steps_seconds.append(0.1)
     meter.begun()
     for seconds in under_way:
-        meter.step(seconds)
+        meter.steps_seconds.append(seconds)
     return stall(meter, blocked_seconds)
 
 
@@ -47,13 +47,13 @@ def test_slower_steps_while_it_is_written_are_its_cost() -> None:
 def test_snapshots_to_memory_meanwhile_are_not_its_cost() -> None:
     meter = RankTimes(1)
     for _ in range(20):
-        meter.step(0.1)
+        meter.steps_seconds.append(0.1)
         meter.snapshot(0.02, 0.0)
-        meter.step(0.12)
+        meter.steps_seconds.append(0.12)
     meter.begun()
     for _ in range(5):
         meter.snapshot(0.02, 0.0)
-        meter.step(0.13)
+        meter.steps_seconds.append(0.13)
     assert stall(meter, 0.0) == pytest.approx(0.05)
 
 
@@ -69,9 +69,9 @@ def test_a_snapshot_to_memory_costs_what_its_step_takes_longer(step_seconds: flo
     meter = RankTimes(1)
     for _ in range(8):
         for _ in range(9):
-            meter.step(0.1)
+            meter.steps_seconds.append(0.1)
         meter.snapshot(0.002, 0.005)
-        meter.step(step_seconds)
+        meter.steps_seconds.append(step_seconds)
     costs = meter.costs(memory_alone=True)
     assert costs is not None
     assert costs.memory["stall_seconds"] == pytest.approx(stall_seconds)
