@@ -178,6 +178,7 @@ class WriteWatch:
         disturbed: whether the loop has ever changed weights there, and what was under way is taken back: from now on it
             must wait for each copy.
         trusted: whether enough snapshots were watched thoroughly, and nothing changed.
+        mark: what the weights are compared with; None: nothing is being copied.
     """
 
     def __init__(self) -> None:
@@ -190,7 +191,7 @@ class WriteWatch:
         self._elements: list[Any] = []
         self._rows: list[Any] = []
         self._on_device: list[torch.Tensor] = []
-        self._mark: tuple[list[int], bytes, list[int] | None] | None = None
+        self.mark: tuple[list[int], bytes, list[int] | None] | None = None
         self._sent: list[tuple[torch.Tensor, Arrival]] = []
 
     @property
@@ -214,7 +215,7 @@ class WriteWatch:
             return  # since the begin of the other
         self._prepare(shard)
         self._watched += thorough
-        self._mark = self._versions(), b"".join(self._elements), self._sums() if thorough else None
+        self.mark = self._versions(), b"".join(self._elements), self._sums() if thorough else None
         self._sent = []
         self._send()
 
@@ -232,9 +233,9 @@ class WriteWatch:
             SaveError: the device hangs, and the deadline has passed.
         """
         with self._looking:
-            if self._mark is None or self.disturbed:
-                return self._mark is not None
-            changed = self._differs(self._mark, forward=forward, deadline=deadline, wait=wait)
+            if self.mark is None or self.disturbed:
+                return self.mark is not None
+            changed = self._differs(self.mark, forward=forward, deadline=deadline, wait=wait)
             if changed:
                 with ExitStack() as every:
                     for take_back in list(self._copies.values()):
@@ -261,7 +262,7 @@ class WriteWatch:
         """The copy is over; without `begin` nothing happens."""
         self._copies.pop(copy, None)
         if not self._copies:
-            self._mark, self._sent = None, []
+            self.mark, self._sent = None, []
 
     def _versions(self) -> list[int]:
         return [*map(_VERSION, self._counted)]

@@ -37,10 +37,11 @@ class DeepSpeedLoop:
         gives_loss: whether the last training forward returned a loss.
     """
 
+    _observer: StepObserver  # while hooks are installed
+
     def __init__(self, engine: Any, pipeline: bool) -> None:
         self._engine, self._pipeline = engine, pipeline
         self._hooks = Hooks()
-        self._observer: StepObserver | None = None
         self.gives_loss = False
         self.forget_step()
 
@@ -60,7 +61,7 @@ class DeepSpeedLoop:
         hooks.wrap(engine, "load_checkpoint", self._around_load)
         if self._pipeline:
             hooks.wrap(engine, "train_batch", self._around_train_batch)
-            watch_receives(engine, hooks, self._watching)
+            watch_receives(engine, hooks, observer)
             return
         hooks.wrap(engine, "backward", self._around_backward)
         hooks.wrap(engine, "step", self._around_step)
@@ -72,8 +73,9 @@ class DeepSpeedLoop:
 
     def detach(self) -> None:
         """Remove the hooks; without any it does nothing."""
-        self._hooks.remove()
-        self._observer = None
+        if self._hooks.installed:
+            self._hooks.remove()
+            del self._observer
         self.forget_step()
 
     @property
@@ -83,16 +85,12 @@ class DeepSpeedLoop:
         now, per_step = int(self._engine.micro_steps), int(self._engine.gradient_accumulation_steps())
         return at_end if iteration == self._engine.global_steps else now - now % per_step
 
-    def _watching(self) -> StepObserver:
-        assert self._observer is not None  # hooks are installed only while there is one
-        return self._observer
-
     def _around_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._watching().before_update()
+        self._observer.before_update()
         return original(*args, **kwargs)
 
     def _before_optimizer_step(self, *_: Any) -> None:
-        self._watching().state_changes()
+        self._observer.state_changes()
 
     def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._engine.global_steps
@@ -102,11 +100,11 @@ class DeepSpeedLoop:
         return result
 
     def _around_train_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._watching().on_train_batch()
+        self._observer.on_train_batch()
         before = self._engine.global_steps
         result = original(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            self._watching().on_loss(result.detach())
+            self._observer.on_loss(result.detach())
         if self._engine.global_steps != before:
             self._complete_step()
         return result
@@ -115,9 +113,9 @@ class DeepSpeedLoop:
         losses = [] if self._backward_seen else self._forward_losses
         self.forget_step()
         for loss in losses:
-            self._watching().on_loss(loss)
+            self._observer.on_loss(loss)
         # Last, and nothing after it: the observer may roll the whole engine back, or leave the process.
-        self._watching().after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
+        self._observer.after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
 
     def forget_step(self) -> None:
         """Drop what was seen of the step in progress: the engine is at the end of a step."""
@@ -128,24 +126,24 @@ class DeepSpeedLoop:
     def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(loss, *args, **kwargs)
         self._backward_seen = True
-        self._watching().on_loss(loss.detach())
+        self._observer.on_loss(loss.detach())
         return result
 
     def _around_load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._watching().before_external_load()
+        self._observer.before_external_load()
         result = original(*args, **kwargs)
         if result[0] is None:  # DeepSpeed found no checkpoint, and has changed nothing
-            self._watching().after_external_load(None)
+            self._observer.after_external_load(None)
             return result
         self.forget_step()
-        self._watching().after_external_load(self._engine.global_steps)
+        self._observer.after_external_load(self._engine.global_steps)
         return result
 
     def _before_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if engine.module.training and torch.is_grad_enabled():
-            self._watching().on_forward(args, kwargs)
+            self._observer.on_forward(args, kwargs)
         else:
-            self._watching().on_other_forward()
+            self._observer.on_other_forward()
 
     def _after_forward(self, engine: Any, args: tuple[Any, ...], output: Any) -> None:
         if engine.module.training and torch.is_grad_enabled():
@@ -158,7 +156,7 @@ class DeepSpeedLoop:
 RECEIVES = (schedule.RecvActivation, schedule.RecvGrad)
 
 
-def watch_receives(engine: Any, hooks: Hooks, watching: Callable[[], StepObserver]) -> None:
+def watch_receives(engine: Any, hooks: Hooks, observer: StepObserver) -> None:
     """Report to the observer every receive of a training batch, by the name of DeepSpeed's instruction.
 
     A receive over gloo blocks its thread until the other stage has sent, which is the stage's idle time. Over NCCL it
@@ -167,19 +165,18 @@ def watch_receives(engine: Any, hooks: Hooks, watching: Callable[[], StepObserve
     Args:
         engine: a `PipelineEngine`; the table of instructions of this instance is replaced, not its class's.
         hooks: take the replacement off again.
-        watching: the observer of the moment.
+        observer: is told of them.
     """
     instructions = dict(engine._INSTRUCTION_MAP)
     for receive in RECEIVES:
-        instructions[receive] = _watched(instructions[receive], receive.__name__, watching)
+        instructions[receive] = _watched(instructions[receive], receive.__name__, observer)
     hooks.replace(engine, "_INSTRUCTION_MAP", instructions)
 
 
-def _watched(original: Callable[..., Any], place: str, watching: Callable[[], StepObserver]) -> Callable[..., Any]:
+def _watched(original: Callable[..., Any], place: str, observer: StepObserver) -> Callable[..., Any]:
     def receive(engine: Any, *args: Any, **kwargs: Any) -> Any:
         if not engine.module.training:  # eval_batch has another schedule
             return original(engine, *args, **kwargs)
-        observer = watching()
         observer.wait_begins(place)
         try:
             return original(engine, *args, **kwargs)

@@ -38,7 +38,9 @@ def loss_of(output: Any) -> torch.Tensor | None:
         output = getattr(output, "loss", None)
     if not isinstance(output, torch.Tensor) or not output.is_floating_point():
         return None
-    return whole(output) if output.dim() == 0 or (named and output.numel() == 1) else None
+    if output.dim() != 0 and not (named and output.numel() == 1):
+        return None
+    return output if type(output) is torch.Tensor else whole(output)
 
 
 def required_loss(output: Any, module: torch.nn.Module) -> torch.Tensor:

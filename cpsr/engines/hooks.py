@@ -12,14 +12,24 @@ __all__ = ["Hooks", "ModuleHook", "StepHooks", "forget_compiled_code", "uncompil
 
 _OUTSIDE = "CPSR watches this call outside of graphs. For fullgraph=True, pass TorchAdapter what torch.compile returns"
 _is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
+_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)  # no promise of torch's
 _ABSENT = object()  # the instance had no attribute of its own: the class's method was visible
 
 
 def uncompiled(act: Callable[..., Any]) -> Callable[..., Any]:
     """What a hook calls: torch.compile ends its graph before it, begins another behind it, and traces nothing of it."""
     why = {} if torch.__version__ < "2.8" else {"reason": _OUTSIDE}
-    wrapped: Callable[..., Any] = torch.compiler.disable(act, **why)  # type: ignore[no-untyped-call]
-    return wrapped
+    outside: Callable[..., Any] = torch.compiler.disable(act, **why)  # type: ignore[no-untyped-call]
+    if _compiler is None:
+        return outside
+
+    def call(*given: Any) -> Any:
+        # The first is True in what is traced; the second is None where nothing compiles the frames of this thread.
+        if torch.compiler.is_dynamo_compiling() or _compiler() is not None:
+            return outside(*given)
+        return act(*given)  # `outside` takes as long as several of our hooks
+
+    return call
 
 
 def forget_compiled_code() -> None:

@@ -24,7 +24,9 @@ __all__ = [
     "OptimizerState",
     "hyperparameters",
     "learning_rate",
+    "learning_rates",
     "load_hyperparameters",
+    "mean_rate",
     "second_moment_decay",
 ]
 
@@ -249,9 +251,19 @@ def second_moment_decay(optimizers: Sequence[torch.optim.Optimizer]) -> float:
 
 def learning_rate(optimizers: Sequence[torch.optim.Optimizer]) -> float:
     """Mean learning rate over the parameter groups that have one; 0 where none has."""
+    return mean_rate(learning_rates(optimizers))
+
+
+def learning_rates(optimizers: Sequence[torch.optim.Optimizer]) -> list[float]:
+    """The learning rates of the parameter groups that have one."""
     rates = []
     for one in optimizers:
         for group in one.param_groups:
             if (rate := group.get("lr")) is not None:
                 rates.append(float(rate))
+    return rates
+
+
+def mean_rate(rates: Sequence[float]) -> float:
+    """Their mean; 0 without any."""
     return rates[0] if len(rates) == 1 else math.fsum(rates) / max(1, len(rates))

@@ -55,6 +55,7 @@ class TorchLoop:
         self._parts = [*optimizers, *([] if scaler is None else [scaler]), *schedulers]
         self._step_hooks: list[StepHooks] = []
         self._hooks = Hooks()
+        self._captured = False  # the last forward, into a CUDA graph
         self.iteration = 0
         self.gives_loss = False
         self.forget_step()
@@ -94,24 +95,29 @@ class TorchLoop:
 
     def forget_step(self) -> None:
         """Drop what was seen of the step in progress."""
+        self._begin_step()
+        for around in self._step_hooks:
+            around.forget()
+
+    def _begin_step(self) -> None:
         self._update_begun = False  # between before_update and the end of the step
         self._changes = False  # between state_changes and the end of the step
         self._applied = False
         self._called: list[Any] = []  # of the parts, in the step in progress
-        for around in self._step_hooks:
-            around.forget()
 
     def _before_forward(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if captures():
+        self._captured = captures()
+        if self._captured:
             return
         if module.training and torch.is_grad_enabled():
-            self.require_complete()
+            if self._update_begun:
+                self.require_complete()
             self._observer.on_forward(args, kwargs)
         else:
             self._observer.on_other_forward()
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if module.training and torch.is_grad_enabled() and not captures():
+        if module.training and torch.is_grad_enabled() and not self._captured:
             loss = loss_of(output)
             self.gives_loss = loss is not None
             if loss is not None:
@@ -134,26 +140,32 @@ class TorchLoop:
         """What the step in progress has still to call."""
         return [one for one in self._parts if all(one is not other for other in self._called)]
 
-    def _begin(self, part: Any) -> None:
-        """The loop calls an optimizer, the scaler's update or a schedule: each once in a step."""
-        if self._update_begun and (not self._called or any(part is other for other in self._called)):
+    def _begin(self, part: Any, *, changes: bool = True) -> None:
+        """The loop calls an optimizer, the scaler's update or a schedule: each once in a step.
+
+        Args:
+            part: that is called; None: it is inside the call of another one.
+            changes: whether it changes the state from here on.
+        """
+        if not self._update_begun:
+            self._update_begun = True
+            self._observer.before_update()
+        elif part is not None and (not self._called or any(part is other for other in self._called)):
             self.require_complete()
+        if changes and not self._changes:
+            self._changes = True
+            self._observer.state_changes()
 
     def _end(self, part: Any) -> None:
         """That call has returned; with the last one the step is complete."""
         self._called.append(part)
-        if len(self._called) == len(self._parts):  # `_begin` refuses a second call of one
-            self._complete_step()
-
-    def _begin_update(self) -> None:
-        if not self._update_begun:
-            self._update_begun = True
-            self._observer.before_update()
-
-    def _change_state(self) -> None:
-        if not self._changes:
-            self._changes = True
-            self._observer.state_changes()
+        if len(self._called) < len(self._parts):  # `_begin` refuses a second call of one
+            return
+        applied = self._applied
+        self._begin_step()
+        self.iteration += 1
+        # Last, and nothing after it: the observer may roll the whole state back, or leave the process.
+        self._observer.after_step(self.iteration, applied)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if captures():
@@ -163,10 +175,7 @@ class TorchLoop:
                 f"{type(optimizer).__name__}.step was called with a closure, which may run the module many times in "
                 "one step; call it without"
             )
-        if self._scaler is None:
-            self._begin(optimizer)
-        self._begin_update()
-        self._change_state()
+        self._begin(optimizer if self._scaler is None else None)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # A fused optimizer looks itself whether the gradients overflow; on a GPU that is not waited for.
@@ -180,8 +189,7 @@ class TorchLoop:
         # The scaler first waits for the gradients, to see whether they overflow: the state does not change yet.
         ours = any(optimizer is one for one in self._optimizers)
         if ours:
-            self._begin(optimizer)
-            self._begin_update()
+            self._begin(optimizer, changes=False)
         result = original(optimizer, *args, **kwargs)
         if ours:
             self._end(optimizer)
@@ -189,10 +197,10 @@ class TorchLoop:
 
     def _around_scaler_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
-            self._begin(self._scaler)
+            self._begin(self._scaler, changes=False)
             if any(self._missing()[0] is one for one in self._optimizers):
                 self.require_complete()
-            self._change_state()  # the scale, also of a step that was skipped
+            self._begin(None)  # the scale changes, also of a step that was skipped
         result = original(*args, **kwargs)
         if self._update_begun:
             self._end(self._scaler)
@@ -200,16 +208,8 @@ class TorchLoop:
 
     def _around_scheduler_step(self, scheduler: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self._update_begun:
-            self._begin(scheduler)
-            self._change_state()  # also where the scaler, which skips this step, is updated later
+            self._begin(scheduler)  # also where the scaler, which skips this step, is updated later
         result = original(*args, **kwargs)
         if self._update_begun:
             self._end(scheduler)
         return result
-
-    def _complete_step(self) -> None:
-        applied = self._applied
-        self.forget_step()
-        self.iteration += 1
-        # Last, and nothing after it: the observer may roll the whole state back, or leave the process.
-        self._observer.after_step(self.iteration, applied)

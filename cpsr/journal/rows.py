@@ -340,7 +340,7 @@ def step_columns_of(step: StepRow) -> tuple[Any, ...]:
 
 
 def _check_counts(*counts: int) -> None:
-    if not all(0 <= count <= SQLITE_INTEGER_MAX for count in counts):
+    if min(counts) < 0 or max(counts) > SQLITE_INTEGER_MAX:
         raise ValueError(f"a life or an iteration is not from 0 to {SQLITE_INTEGER_MAX}: {counts}")
 
 

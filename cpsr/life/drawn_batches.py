@@ -3,13 +3,11 @@
 import logging
 import threading
 from collections import deque
-from typing import Any, NamedTuple
 
 from cpsr.job import Job
-from cpsr.state.loader import ResumableLoader
-from cpsr.state.small_state import DataPosition
+from cpsr.state.loader import Draw
 
-__all__ = ["AHEAD_MAX", "NO_BATCHES", "Draw", "DrawWarnings", "Draws"]
+__all__ = ["AHEAD_MAX", "NO_BATCHES", "DrawWarnings", "Draws"]
 
 AHEAD_MAX = 8  # batches that a loop may draw ahead
 LEARNED = 3  # steps of a life that tell how its loop draws
@@ -27,20 +25,6 @@ OTHER_THREAD = (
 )
 
 
-class Draw(NamedTuple):
-    """One batch that the loop has drawn.
-
-    Attributes:
-        stream: gave it.
-        before: the position in the data before it.
-        host: random states of the host from which it was drawn.
-    """
-
-    stream: ResumableLoader
-    before: DataPosition
-    host: dict[str, Any]
-
-
 class Draws:
     """Follows the batches that a loop draws, and its steps: a state belongs to the batches that are trained by then.
 
@@ -52,6 +36,7 @@ class Draws:
     Attributes:
         untrained: batches drawn by the end of the last step and not trained by it, oldest first.
         next: the first batch drawn since the last step.
+        first: the first that is not trained, of both.
         requested: the loop has drawn a batch, or asks for one, since the last step.
         drawn: batches of this life.
         counts: of each of the first steps: draws, forwards, and draws after the last forward.
@@ -64,6 +49,7 @@ class Draws:
         self.repeats = self.requested = self.by_another_thread = False
         self.untrained: list[Draw] = []
         self.next: Draw | None = None
+        self.first: Draw | None = None
         self.counts: list[tuple[int, int, int]] = []
         self._thread = threading.get_ident()
         self._recent: deque[Draw] = deque(maxlen=AHEAD_MAX)
@@ -81,7 +67,7 @@ class Draws:
         self.drawn += 1
         self._draws += 1
         self._late += 1
-        self.next = self.next or draw
+        self.next, self.first = self.next or draw, self.first or draw
         self._recent.append(draw)
 
     def forward(self) -> None:
@@ -99,10 +85,9 @@ class Draws:
             self._ahead = min(max(self._ahead + surplus, 0), self._depth)
         if self.by_another_thread:
             self._ahead = 0
-        self._begin_step(list(self._recent)[-self._ahead :] if self._ahead else [])
-
-    def _begin_step(self, untrained: list[Draw]) -> None:
-        self.untrained, self.next, self.requested = untrained, None, False
+        self.untrained = list(self._recent)[-self._ahead :] if self._ahead else []
+        self.first = self.untrained[0] if self.untrained else None
+        self.next, self.requested = None, False
         self._draws = self._forwards = self._late = 0
 
     def _learn(self) -> None:
@@ -125,8 +110,8 @@ class Draws:
     def restart(self) -> None:
         """The state is another one, and no batch has been drawn from it."""
         self._recent.clear()
-        self._ahead = 0
-        self._begin_step([])
+        self.untrained, self.next, self.first, self.requested = [], None, None, False
+        self._ahead = self._draws = self._forwards = self._late = 0
 
 
 class DrawWarnings:

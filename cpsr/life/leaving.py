@@ -241,12 +241,6 @@ class Leaving:
         self.announce()
         raise self._stop.kept or Leave
 
-    def look(self, iteration: int) -> None:
-        """A step is complete: come before a handler that the script has installed, and tell that this rank trains."""
-        self._stop.look()
-        if self._attendance is not None:
-            self._attendance.train(iteration)
-
     def note_end(self, iteration: int, error: str | None = None, *, may_return: bool = False) -> None:
         """Tell the other ranks that this one has left its loop, and with which error."""
         if self._attendance is not None:

@@ -3,6 +3,7 @@
 import logging
 from contextlib import ExitStack
 from functools import partial
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,12 +87,15 @@ class Life:
 
     def before_update(self) -> None:
         """The optimizer is about to change the state that a snapshot may still be copying."""
-        self.boundary.sign()
-        self.loop.tail.finish()
+        boundary = self.boundary
+        boundary.liveness.signs += 1
+        if self.loop.tail.waiting:
+            self.loop.tail.finish()
         self.steps.before_update()
-        self.witnessing.before_update()
-        self.saver.finish()
-        self.boundary.before_update()
+        if self.memory.pool.running is not None or self.memory.windows is not None:
+            self.saver.finish()
+        if boundary.on_device:
+            boundary.before_update()
 
     def state_changes(self) -> None:
         """From here to the end of the step the state belongs to no iteration."""
@@ -104,30 +108,43 @@ class Life:
 
     def _on_request(self) -> None:
         """The loop requests a batch."""
-        if self.leaving.is_over:  # it has caught the exception
+        if self.leaving.left and self.leaving.is_over:  # it has caught the exception
             self.leaving.raise_leave()
-        self.boundary.request()
-        if self.loop.tail.is_here:
-            self.leaving.look(self.job.adapter.iteration + 1)
-        self.loop.tail.on_request()
+        boundary, tail = self.boundary, self.loop.tail
+        if boundary.on_device:
+            boundary.poll()
+        if get_ident() != tail.thread:
+            return
+        if boundary.emergency_dump.updating or not self.loop.state.draws.counts:
+            boundary.require_steps()
+        self.stop.look()
+        if self.job.group.attendance is not None:
+            self.job.group.attendance.train(self.job.adapter.iteration + 1)
+        tail.on_request()
 
     def _on_end(self, last: bool) -> None:
         """A pass has ended; the loop may change the state before the next one, or have no other."""
-        if self.loop.tail.is_here:
+        if get_ident() == self.loop.tail.thread:
             self.saver.finish()
             if last:
                 self.leaving.note_end(self.job.adapter.iteration, may_return=True)
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins: it changes buffers and random states."""
-        self.boundary.sign()
-        self.loop.losses.begin_micro_batch()
-        self.loop.tail.finish()
+        boundary, loop = self.boundary, self.loop
+        boundary.liveness.signs += 1
+        if boundary.on_device:
+            boundary.poll()
+        loop.losses.open = True
+        if loop.tail.waiting:
+            loop.tail.finish()
         if self.experts is not None:
             self.experts.begin_forward()
-        self.witnessing.on_forward()
-        self.memory.pool.look()
-        self.loop.on_forward(args, kwargs)
+        if self.witnessing.looks:
+            self.witnessing.on_forward()
+        if self.memory.pool.engine.writes.mark is not None:
+            self.memory.pool.look()
+        loop.on_forward(args, kwargs)
 
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
@@ -139,7 +156,9 @@ class Life:
 
     def on_loss(self, loss: torch.Tensor) -> None:
         """The loss of one micro-batch."""
-        self.boundary.sign()
+        self.boundary.liveness.signs += 1
+        if self.boundary.on_device:
+            self.boundary.poll()
         self.loop.losses.add(loss)
 
     def wait_begins(self, place: str) -> None:
@@ -156,7 +175,10 @@ class Life:
             self._compare_later(iteration)
             return
         looks = self.attention.is_due(iteration)
-        self.leaving.look(iteration)
+        if not self.loop.tail.asked:  # else it looked when the loop asked for its batch
+            self.stop.look()
+        if self.job.group.attendance is not None:
+            self.job.group.attendance.train(iteration)
         step = self.steps.end(iteration, applied)
         self.loop.after_step(step)
         if self.experts is not None:
@@ -169,20 +191,20 @@ class Life:
         self.planner.times.steps_seconds.append(step.seconds)
         if looks and not self._look(iteration):
             return
-        if self._agree(iteration, looks=looks):
+        if (looks or self.job.group.size > 1) and self._agree(iteration):
             self.leaving.leave_together(self.steps.median_seconds)
-        self.witnessing.after_step(iteration, saves=self.loop.tail.waits)
+        self.witnessing.after_step(iteration, saves=bool(self.loop.tail.waiting))
 
     def before_external_load(self) -> None:
         """The user's load_checkpoint is about to overwrite state that a snapshot may still be copying."""
         self.loop.tail.finish(ended=True)  # it may find nothing to load
-        self.boundary.begin_change()
+        self.boundary.emergency_dump.begin_update()
         self.saver.finish()
 
     def after_external_load(self, iteration: int | None) -> None:
         """The committed checkpoints do not lead to the loaded state: set later ones aside, and save this state."""
         if iteration is None:
-            self.boundary.end_change(self.job.adapter.iteration)
+            self.boundary.emergency_dump.end_update(self.job.adapter.iteration)
             return
         replaced = "the user's load_checkpoint replaced the state"
         self._end_probation({"status": "ended", "iteration": iteration, "reason": replaced})
@@ -234,7 +256,7 @@ class Life:
         self.leaving.compare(iteration)
         self.loop.tail.after_step()
         self.loop.state.end_step()
-        self.boundary.end_change(iteration)
+        self.boundary.emergency_dump.end_update(iteration)
 
     def _save_if_due(self, iteration: int) -> None:
         """Begin what is due, once the loop has finished its iteration.
@@ -266,7 +288,7 @@ class Life:
         peak = self.loop.state.peak_learning_rate
         self.planner.consider(self.steps.situation(iteration, peak, self.saver.plan))
 
-    def _agree(self, iteration: int, *, looks: bool) -> bool:
+    def _agree(self, iteration: int) -> bool:
         """Carry out what all ranks do at the end of this step; returns whether they leave."""
         if self.memory.replicates:
             turns = self.saver.memory.turns
@@ -275,7 +297,7 @@ class Life:
         leaves = self.rehearsed is not None and self.rehearsed.after_step(iteration)
         if self.stop.made:
             self.agreement.ring()
-        for agreed in self.agreement.end_step(looks=looks):
+        for agreed in self.agreement.end_step():
             if agreed.act == Act.PLAN:
                 self.saver.adopt(self._plan_of(agreed), iteration)
             leaves = leaves or agreed.act == Act.LEAVE
@@ -353,7 +375,7 @@ class Life:
 
     def _roll_back(self, watch: dict[str, Any]) -> None:
         """Discard the predicted state: restore the exact checkpoint, and recompute."""
-        self.boundary.begin_change()
+        self.boundary.emergency_dump.begin_update()
         self.saver.discard()
         with self.loop.learning.learner.locked():
             restored = self.restorer.roll_back(self.restored)

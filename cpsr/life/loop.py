@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
+
 from cpsr.config import CPSRConfig
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines.adapter import EngineAdapter
-from cpsr.engines.optimizer_state import learning_rate
+from cpsr.engines.optimizer_state import learning_rates, mean_rate
 from cpsr.job import Job
 from cpsr.journal import RankJournal, StepRow
 from cpsr.life.drawn_batches import DrawWarnings
@@ -55,52 +57,45 @@ class LoopTail:
 
     Attributes:
         ended: the loop has ended, or the user replaces its state: no step follows what is being done.
+        thread: that trains; others fetch batches ahead.
+        asked: the loop has requested a batch since the last step.
+        waiting: what is deferred, as the save of a state is.
     """
 
     def __init__(self, group: Group, state: RunState, pipeline: bool) -> None:
         self._group = group
         self._state = state
         self._pipeline = pipeline
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._requests = False  # the loop has requested a batch in this life
-        self._asked = False  # since the last step
+        self.asked = False
         self._shows_end = False  # the iteration of the last step took a batch
-        self._waiting: list[_Waiting] = []
+        self.waiting: list[_Waiting] = []
         self.ended = False
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this is the thread that trains: others fetch batches ahead."""
-        return threading.get_ident() == self._thread
 
     def on_request(self) -> None:
         """The loop requests a batch; requests of other threads are ignored."""
-        if not self.is_here or self._pipeline:
+        if self._pipeline or threading.get_ident() != self.thread:
             return
-        self._requests = self._asked = True
-        if not self._waiting:
+        self._requests = self.asked = True
+        if not self.waiting:
             return
         self._state.release()
-        waiting, self._waiting = self._waiting, [one for one in self._waiting if not one.at_request]
+        waiting, self.waiting = self.waiting, [one for one in self.waiting if not one.at_request]
         for one in waiting:
             if one.at_request:
                 one.act()
-        if self._waiting:
+        if self.waiting:
             self._state.hold()
 
     def after_step(self) -> None:
         """A step is complete."""
-        self._shows_end, self._asked = self._asked, False
-
-    @property
-    def waits(self) -> bool:
-        """Whether anything is deferred, as the save of a state is."""
-        return bool(self._waiting)
+        self._shows_end, self.asked = self.asked, False
 
     @property
     def saves(self) -> bool:
         """Whether the state is to be saved as soon as it has a position in the data."""
-        return bool(self._waiting) and any(one.saves for one in self._waiting)
+        return bool(self.waiting) and any(one.saves for one in self.waiting)
 
     @property
     def between_steps(self) -> bool:
@@ -124,7 +119,7 @@ class LoopTail:
         # The next batch may be drawn without a request; or it is in hand, and a restart repeats what follows the step.
         if not (self._shows_end or self._pipeline) or self._state.draws.untrained:
             self._state.hold()
-        self._waiting.append(_Waiting(act, at_request, saves and at_request))
+        self.waiting.append(_Waiting(act, at_request, saves and at_request))
 
     def finish(self, *, ended: bool = False) -> None:
         """Run the deferred work: the iteration is over, or the next forward or update is about to begin.
@@ -133,19 +128,20 @@ class LoopTail:
             ended: no further step follows.
         """
         self.ended = ended
-        waiting, self._waiting = self._waiting, []
+        waiting, self.waiting = self.waiting, []
         while waiting:
             one = waiting.pop(0)
             if one.saves and self.between_steps:
-                self._waiting.append(one)
+                self.waiting.append(one)
             else:
                 one.act()
-        if not self._waiting:
+        self.ended = False
+        if not self.waiting:
             self._state.release()
 
     def drop(self) -> None:
         """Drop the deferred work."""
-        self._waiting.clear()
+        self.waiting.clear()
         self._state.release()
 
 
@@ -203,15 +199,14 @@ class Loop:
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A training forward begins, with these inputs."""
         self.state.draws.forward()
-        self.probes.on_forward(args, kwargs)
+        if not self.probes.of_batches:
+            self.probes.on_forward(args, kwargs)
 
     def after_step(self, step: Step) -> None:
         """A step is complete: what the loop draws from here on belongs to the next."""
         self.learning.bubbles.end_iteration()
         self.tail.after_step()
-        self.state.end_step()
-        if step.applied:
-            self.state.count_update(step.learning_rate)
+        self.state.end_step(step.learning_rate if step.applied else 0.0)
 
     def follow(self, iteration: int, saved_iteration: int | None) -> None:
         """A step is complete: tell the learner and the user's callbacks of the newest checkpoint."""
@@ -229,18 +224,27 @@ class Loop:
 class Steps:
     """Times the steps of one life, and passes them on once their losses have arrived from the device.
 
+    Args:
+        adapter: the engine.
+        journal: of this rank.
+        losses: of its steps.
+        registered: optimizers that the user has registered so far.
+
     Attributes:
         iteration: of the newest step, or of the state that has taken its place; 0 before the first.
         learning_rate: of the newest update.
+        rates: its learning rates by parameter group, those of registered optimizers last.
         followers: called with finished iterations, after the journal.
     """
 
-    def __init__(self, adapter: EngineAdapter, journal: RankJournal, losses: LossRecorder) -> None:
-        self._adapter = adapter
+    def __init__(
+        self, adapter: EngineAdapter, journal: RankJournal, losses: LossRecorder, registered: Sequence[Optimizer]
+    ) -> None:
+        self._optimizers, self._registered = adapter.optimizers, registered
         self._journal = journal
         self._losses = losses
         self.iteration = 0
-        self.learning_rate = learning_rate(adapter.optimizers)
+        self.before_update()
         self.followers: list[Callable[[Sequence[Step]], None]] = []
         self._seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
         self._ended = time.perf_counter()
@@ -250,11 +254,13 @@ class Steps:
     def start_clock(self) -> None:
         """Training begins: the time before does not count to its first step."""
         self._ended = time.perf_counter()
-        self.learning_rate = learning_rate(self._adapter.optimizers)
+        self.before_update()
 
     def before_update(self) -> None:
-        """An update begins: it uses the current learning rate."""
-        self.learning_rate = learning_rate(self._adapter.optimizers)
+        """An update begins: it uses the current learning rates."""
+        rates = learning_rates(self._optimizers)
+        self.learning_rate = rates[0] if len(rates) == 1 else mean_rate(rates)
+        self.rates = [*rates, *learning_rates(self._registered)] if self._registered else rates
 
     def end(self, iteration: int, applied: bool) -> Step:
         """A step is complete."""

@@ -99,7 +99,10 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
     number, branch, held, claimed = _last_life(run, group)
     journal = open_journal(config.run_dir, group, config.mode, max(number, claimed))
-    job, life.steps = Job(adapter, group, config, run, shard, journal), Steps(adapter, journal, loop.losses)
+    job, life.steps = (
+        Job(adapter, group, config, run, shard, journal),
+        Steps(adapter, journal, loop.losses, loop.state.optimizers),
+    )
     opened.callback(_close_journal, job, life.steps, ending)
     claim_life(config.run_dir, journal.life, group)
     _start_beside(job, opened)
@@ -159,8 +162,8 @@ def adopt(life: "Life", restored: Restored) -> None:
 def _open_watches(life: "Life", opened: ExitStack) -> None:
     """What follows the steps, the other ranks and the predictor."""
     loop, pool, windows = life.loop, life.memory.pool, life.memory.windows
-    replays = (lambda: None) if windows is None else windows.replays
-    life.witnessing = Witnessing(life.job, loop.state, loop.losses, replays)
+    replays = None if windows is None else windows.replays
+    life.witnessing = Witnessing(life.job, loop.state, loop.losses, life.steps, replays)
     opened.callback(life.witnessing.close)  # after the boundary, by when a GPU has completed the last steps
     life.board = Board.open(life.job.group)
     life.boundary = Boundary(life.job, life.board, pool, loop.state)

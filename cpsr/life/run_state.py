@@ -18,14 +18,14 @@ from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.torch_refusals import refuse_known
 from cpsr.errors import ConfigError, RecoveryError
 from cpsr.job import Rewind
-from cpsr.life.drawn_batches import Draw, Draws
+from cpsr.life.drawn_batches import Draws
 from cpsr.life.hyperparameters import Hyperparameters
 from cpsr.restart.prediction import Probes
 from cpsr.restart.restore import Restored
 from cpsr.state import codec
 from cpsr.state.data_recognition import difference_of_data, recognisable
 from cpsr.state.frozen_parameters import FrozenWeights
-from cpsr.state.host_random import capture_host_rng, restore_host_rng
+from cpsr.state.host_random import restore_host_rng
 from cpsr.state.loader import LoaderHooks, ResumableLoader
 from cpsr.state.loader_kinds import is_repeating
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
@@ -92,6 +92,7 @@ class RunState:
         self.frozen = FrozenWeights(adapter.frozen)
         self._registered: dict[str, Stateful] = {}
         self.objects: list[Any] = []  # as they were registered
+        self.optimizers: list[Optimizer] = []  # of these
         self._unclaimed: dict[str, Any] = {}  # restored state of objects that are not registered yet
         self._restored = self._warned = False
         # At which iteration optimizers were restored, and their parameter groups then.
@@ -122,13 +123,10 @@ class RunState:
         return self._trained().advanced(0)
 
     def _trained(self) -> DataPosition:
-        first = self._first_untrained()
+        first = self.draws.first
         if first is not None:
             return first.before
         return self._data if self._stream is None else self._stream.position
-
-    def _first_untrained(self) -> Draw | None:
-        return self.draws.untrained[0] if self.draws.untrained else self.draws.next
 
     @property
     def taken(self) -> DataPosition:
@@ -209,7 +207,6 @@ class RunState:
                 self._deal,
                 self._requested,
                 lambda last: self.on_end(last),
-                self._before_batch,
                 self._waiting,
             ),
             after=after,
@@ -260,6 +257,8 @@ class RunState:
         codec.encode(item.state_dict(), name)
         self._registered[name] = item
         self.objects.append(given)
+        if isinstance(given, Optimizer):
+            self.optimizers.append(given)
         if isinstance(given, LRScheduler):
             restored = partial(self._claim, name, item) if name in self._unclaimed else None
             if (notice := self.hyperparameters.register(name, given, restored)) is not None:
@@ -278,7 +277,7 @@ class RunState:
 
     def _keep_rates(self) -> None:
         """The parameter groups are as a restart has left them."""
-        every = [*self._adapter.optimizers, *(one for one in self.objects if isinstance(one, Optimizer))]
+        every = [*self._adapter.optimizers, *self.optimizers]
         self._rates = self._adapter.iteration, [(one, optimizer_state.hyperparameters(one)) for one in every]
 
     def _put_back_rates(self) -> None:
@@ -287,15 +286,17 @@ class RunState:
         for optimizer, own in rates if self._adapter.iteration == iteration else ():
             optimizer_state.load_hyperparameters(optimizer, own)
 
-    def end_step(self) -> None:
-        """A step is complete: what the loop draws from here on belongs to the next one."""
+    def end_step(self, learning_rate: float = 0.0) -> None:
+        """A step is complete: what the loop draws from here on belongs to the next one.
+
+        Args:
+            learning_rate: of its update; 0 where it was skipped.
+        """
         self.draws.step()
         self._restored_data = None
-
-    def count_update(self, learning_rate: float) -> None:
-        """Count an applied update with this learning rate."""
         self._cumulative_learning_rate += learning_rate
-        self._peak_learning_rate = max(self._peak_learning_rate, learning_rate)
+        if learning_rate > self._peak_learning_rate:
+            self._peak_learning_rate = learning_rate
 
     def hold(self) -> None:
         """Until `release`, states captured have the random states and the position in the data of this moment."""
@@ -342,7 +343,7 @@ class RunState:
         if self._restored_data is not None:
             position, random_states = self._restored_data
             return random_states, position
-        random_states, first, stream = capture_random_states(self._adapter), self._first_untrained(), self._stream
+        random_states, first, stream = capture_random_states(self._adapter), self.draws.first, self._stream
         if stream is None:
             position = self._data if first is None else first.before
         elif first is None:
@@ -434,25 +435,20 @@ class RunState:
         self.put_back(scalars, random_states=self._held is None)  # else the next batch is drawn from them already
         self._put_back_rates()
 
-    def _requested(self) -> None:
-        """The loop asks for a batch."""
-        self.draws.requested = True
-        self.on_request()
-
-    def _before_batch(self) -> None:
-        """A batch is about to be drawn, which may draw random numbers."""
+    def _requested(self, expected: bool) -> None:
+        """The loop asks for a batch, if one is expected; to look for it may draw random numbers."""
+        if expected:
+            self.draws.requested = True
+            self.on_request()
         stream = self._stream
         assert stream is not None
+        host = None
         if self._redrawn:
             host = self._redrawn[0]
             self._restore_host(host)
-        elif stream.is_moved and self._pending_rng is not None:
+        elif self._pending_rng is not None and stream.is_moved:
             host = self._pending_rng["host"]
-        else:
-            host = capture_host_rng()
-            if own := stream.data_states():
-                host["data"] = own
-        self._draw = Draw(stream, stream.position_before_draw(), host)
+        self._draw = stream.before_draw(host)
 
     def _restore_host(self, states: dict[str, Any]) -> None:
         restore_host_rng(states)
@@ -464,7 +460,8 @@ class RunState:
         if self._redrawn:
             self._redrawn.pop(0)
             self._positioned()
-        self._probes.on_batch(batch)
+        if self._probes.of_batches:
+            self._probes.on_batch(batch)
 
     def _positioned(self) -> None:
         """Restore the random states from which the next batch is drawn: those of training, but for one drawn ahead."""

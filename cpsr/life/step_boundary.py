@@ -50,20 +50,19 @@ class Boundary:
         emergency_dump: dumps the state when this rank leaves a broken group.
         liveness: watches the other ranks.
         no_dump: why no dump may be left, as while the state may still be discarded; None: one may.
-        changing: whether an update or another change of the state has begun, and not ended.
+        on_device: whether steps are complete later than the host has launched them.
     """
 
     def __init__(self, job: Job, board: Board, pool: SnapshotPool, state: RunState) -> None:
         self._job, self._pool, self._state = job, pool, state
         self.no_dump: str | None = None
-        self.changing = False
         self._unstepped: dict[str, str] | None = None  # sums of the weights, while a loop takes batches alone
-        self._thread = threading.get_ident()
         state.frozen.on_moved = self._on_frozen_moved
         config, rank = job.config, job.group.rank
         counter, steps = ProgressCounter(progress_path(config.run_dir, rank)), pool.steps
         # Alone, no step waits for another rank.
-        self._on_device = steps.events is not None
+        self.on_device = steps.events is not None
+        self._counter = counter
         self._publication = Publication(counter, steps.events, steps.updates if job.group.size > 1 else None)
         self.emergency_dump = EmergencyDump(
             self._dump,
@@ -87,52 +86,41 @@ class Boundary:
         self._pool.steps.prepare_dump(self._state.left)
         self._pool.mark_boundary()
 
-    def begin_change(self) -> None:
-        """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
-        self.changing = True
-        self.emergency_dump.begin_update()
+    @property
+    def changing(self) -> bool:
+        """Whether an update or another change of the state has begun, and not ended: it belongs to no iteration."""
+        return self.emergency_dump.updating
 
     def before_update(self) -> None:
         """The next update is about to be launched, while the device may not have completed this step."""
-        if self._on_device:
-            self._publication.before_update(self._state.left)
+        self._publication.poll()
+        self._publication.before_update(self._state.left)
 
     def begin_update(self) -> None:
-        """The optimizer begins: see `begin_change`."""
-        self.begin_change()
-        if self._on_device:
+        """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
+        self.emergency_dump.begin_update()
+        if self.on_device:
             self._publication.begin_update()
 
-    def end_change(self, iteration: int) -> None:
-        """The state is again that after `iteration`."""
-        self.changing = False
-        self.emergency_dump.end_update(iteration)
+    def poll(self) -> None:
+        """Publish the steps that the device has completed by now."""
+        self._publication.poll()
 
-    def sign(self) -> None:
-        """A forward, a loss or an update: training makes progress, and the device may have completed steps."""
-        self.liveness.sign()
-        if self._on_device:
-            self._publication.poll()
+    def require_steps(self) -> None:
+        """Check that the loop asks for a batch between two steps, and that its steps are seen.
 
-    def request(self) -> None:
-        """The loop asks for a batch, for which it may wait long.
+        The weights of a loop that takes many batches without a step are compared: an accumulation leaves them as they
+        are. On the training thread.
 
         Raises:
             UnsupportedEngineError: inside a step, to which the batch would be counted; or weights changed over many
                 batches, of which none was followed by a step.
         """
-        if self._on_device:
-            self._publication.poll()
-        adapter = self._job.adapter
-        if threading.get_ident() != self._thread or not isinstance(adapter, TorchAdapter):
+        draws, adapter = self._state.draws, self._job.adapter
+        if not isinstance(adapter, TorchAdapter):
             return
         if self.changing:
             adapter.require_complete_step()
-        self._require_steps(adapter)
-
-    def _require_steps(self, adapter: TorchAdapter) -> None:
-        """Compare weights of a loop that takes many batches without a step: an accumulation leaves them as they are."""
-        draws = self._state.draws
         if draws.counts or not draws.drawn or draws.drawn % (UNSTEPPED_BATCHES * adapter.micro_batches_per_iteration):
             return
         weights = {name: _sum_of(one.parameter.values) for name, one in adapter.shard().operators.items()}
@@ -142,7 +130,12 @@ class Boundary:
 
     def publish(self, iteration: int) -> None:
         """The host has launched a step: the state is that after it."""
-        self._mark(iteration)
+        event = self._pool.mark_boundary()
+        if event is None:
+            self._counter.publish(iteration, self._state.batches)
+        else:
+            self._publication.step(iteration, self._state.batches, event)
+        self.emergency_dump.end_update(iteration)
         self.liveness.step(iteration)
 
     def reset(self, iteration: int) -> None:
@@ -153,11 +146,7 @@ class Boundary:
         """The state is that of another iteration; unless it was not changed, and stays that of the last step."""
         if self.emergency_dump.updating:
             self.reset(to.iteration)
-            self._mark(to.iteration)
-
-    def _mark(self, iteration: int) -> None:
-        self._publication.step(iteration, self._state.batches, self._pool.mark_boundary())
-        self.end_change(iteration)
+            self.publish(to.iteration)
 
     def busy(self) -> AbstractContextManager[None]:
         """No step ends inside, on purpose."""
@@ -249,8 +238,8 @@ def _sum_of(values: torch.Tensor) -> str:
 class Publication:
     """The step counter of a rank, never ahead of its device.
 
-    A step that is still queued dies with the process: it counts neither as trained, nor its batches as used. On the
-    host a step is complete when it is reported. `step` and `reset` belong to the training thread.
+    A step that is still queued dies with the process: it counts neither as trained, nor its batches as used. `step` and
+    `reset` belong to the training thread.
 
     Args:
         counter: what a restart reads.
@@ -272,17 +261,15 @@ class Publication:
         self._polling = threading.Lock()  # around the device's answers, for which no other thread waits
         self._changing = threading.Lock()  # around the steps and the counter, for a few lines
 
-    def step(self, iteration: int, batches: int, event: torch.cuda.Event | None) -> None:
+    def step(self, iteration: int, batches: int, event: torch.cuda.Event) -> None:
         """Publish this iteration once its event is complete.
 
         Args:
             iteration: that the host has launched.
             batches: used up to it.
-            event: of its boundary; None on the host.
+            event: of its boundary.
         """
-        if event is None or self._events is None:
-            self._counter.publish(iteration, batches)
-            return
+        assert self._events is not None
         with self._changing:
             begins, self._begun = self._begun, None
             if self._pending and self._pending[-1].event is event:  # all are held: it took over the last one's

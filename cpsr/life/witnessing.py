@@ -11,6 +11,7 @@ import xxhash
 from cpsr.engines.weight_sample import SentSample, WeightSample
 from cpsr.errors import NotRestoredError
 from cpsr.job import Job
+from cpsr.life.loop import Steps
 from cpsr.life.run_state import RunState
 from cpsr.ranks.link import report
 from cpsr.state.losses import LossRecorder
@@ -91,8 +92,11 @@ class Witnessing:
     are compared if the run had the same number of ranks and the same history of predicted and loaded states.
 
     Args:
-        replays: None where all weights are trained. Else a window is replayed, which checks the weights itself: whether
-            this rank computes the step.
+        replays: None, or what it returns is: all weights are trained. Else a window is replayed, which checks the
+            weights itself: whether this rank computes the step.
+
+    Attributes:
+        looks: whether `on_forward` is still to be called.
 
     Raises:
         NotRestoredError: in a step that differs, with `restart.on_difference: stop`.
@@ -103,19 +107,18 @@ class Witnessing:
         job: Job,
         state: RunState,
         losses: LossRecorder,
-        replays: Callable[[], bool | None],
+        steps: Steps,
+        replays: Callable[[], bool | None] | None,
     ) -> None:
-        self._job, self._state, self._losses = job, state, losses
+        self._job, self._state, self._losses, self._steps = job, state, losses, steps
         self._replays = replays
         self._expected = 0  # steps that will be repeated and have a witness of their first execution
         self._obstacle = NONE_LEFT
         self._sample = WeightSample(job.adapter, job.shard)
         self._on_device = self._sample.device is not None and self._sample.device.type != "cpu"
-        self._device, self._optimizers = job.adapter.device.type, list(job.adapter.optimizers)
-        self._registered = 0  # objects that were looked at for further optimizers
+        self._device, self.looks = job.adapter.device.type, True
         self._ring = self._open(job)
         self._pending: deque[_Pending] = deque()
-        self._rates: tuple[tuple[float, ...], int] = (), 0
         self._epsilon, self._forwards = _epsilon_of(job), 0
         self._trajectory = 0
         self._last = 0  # newest step with a witness of its first execution
@@ -172,23 +175,10 @@ class Witnessing:
             self._forwards += 1
             if torch.is_autocast_enabled(self._device):
                 self._epsilon = max(self._epsilon, torch.finfo(torch.get_autocast_dtype(self._device)).eps)
+        else:
+            self.looks = self._on_device
         if self._pending:
             self.poll()
-
-    def before_update(self) -> None:
-        """Note the learning rates of the update, also of registered optimizers."""
-        objects = self._state.objects
-        if len(objects) > self._registered:
-            added, self._registered = objects[self._registered :], len(objects)
-            self._optimizers += [one for one in added if isinstance(one, torch.optim.Optimizer)]
-        rates = [
-            rate
-            for one in self._optimizers
-            for group in one.param_groups
-            if isinstance(rate := group.get("lr"), float | int)
-        ]
-        others = xxhash.xxh3_64_intdigest(repr(rates[RATES:]).encode()) if len(rates) > RATES else 0
-        self._rates = tuple(rates[:RATES]), others
 
     def after_step(self, iteration: int, *, saves: bool) -> None:
         """One step is complete, its loss is closed, and the loop has changed nothing since.
@@ -199,23 +189,35 @@ class Witnessing:
         """
         if saves:
             self._sampled_until = max(self._sampled_until, iteration + SAMPLED_STEPS)
-        computes = self._replays()
+        computes = None if self._replays is None else self._replays()
         if self._ring is None or computes is False:
             return
         whole = computes is None
         position, loss = self._state.reached, self._losses.newest
         if position.batch == position.batches_per_epoch:
             position = position.advanced(0)
-        sent, weights, seen = None, _NO_SAMPLE, None
+        sent, weights = None, _NO_SAMPLE
+        seen, on_its_way = (None, loss) if isinstance(loss, torch.Tensor) else (loss, None)
         samples = iteration <= self._sampled_until or iteration <= self._last
-        if self._on_device and (samples or loss is not None):
-            sent = self._sample.send(loss, weights=samples)
-        elif not self._on_device:
-            weights = self._sample.read() if samples else _NO_SAMPLE
-            seen = None if loss is None or loss.is_cuda else loss.item()
-        place = position.epoch, position.batch, position.batches
-        life, trajectory = self._job.journal.life, self._trajectory
-        witness = Witness(iteration, life, trajectory, *place, *self._rates, seen, weights, self._epsilon)
+        if self._on_device and (samples or on_its_way is not None):
+            sent = self._sample.send(on_its_way, weights=samples)
+        elif samples:
+            weights = self._sample.read()
+        rates = self._steps.rates
+        others = xxhash.xxh3_64_intdigest(repr(rates[RATES:]).encode()) if len(rates) > RATES else 0
+        witness = Witness(
+            iteration,
+            self._job.journal.life,
+            self._trajectory,
+            position.epoch,
+            position.batch,
+            position.batches,
+            tuple(rates[:RATES]),
+            others,
+            seen,
+            weights,
+            self._epsilon,
+        )
         if sent is None:
             self._complete(witness, whole)
             return
@@ -231,7 +233,7 @@ class Witnessing:
     @property
     def keeps_steps(self) -> bool:
         """Whether the witness of a step would be kept now."""
-        return self._ring is not None and self._replays() is None
+        return self._ring is not None and (self._replays is None or self._replays() is None)
 
     def last_step(self, iteration: int) -> None:
         """As `after_step`, at the end of a life; waits for the device."""
@@ -242,8 +244,8 @@ class Witnessing:
             self._record(self._pending.popleft())
 
     def _record(self, pending: _Pending) -> None:
-        weights, loss = pending.sample.read()
-        self._complete(pending.witness._replace(loss=loss, weights=weights), pending.whole)
+        (weights, loss), witness = pending.sample.read(), pending.witness
+        self._complete(witness._replace(loss=witness.loss if loss is None else loss, weights=weights), pending.whole)
 
     def _complete(self, witness: Witness, whole: bool) -> None:
         assert self._ring is not None

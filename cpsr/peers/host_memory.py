@@ -73,6 +73,7 @@ class HostMemory:
         pool: the buffers.
         survives: whether the snapshots of every rank survive its process.
         windows: sparse snapshots of every iteration; None where they are not wanted, or would not survive.
+        replicates: whether replicas are sent and held; alike on all ranks. There are none on a single machine.
     """
 
     def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
@@ -122,16 +123,12 @@ class HostMemory:
             )
             if self.windows is None:
                 self.pool.on_sealed = self._replicator.offer
+        self.replicates = self._replicator is not None and len(run.local_ranks) < group.size
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: replay what a window has of it."""
         if self.windows is not None and self.windows.replaying is not None:
             self.windows.replaying.after_step(iteration)
-
-    @property
-    def replicates(self) -> bool:
-        """Whether replicas are sent and held; alike on all ranks. There are none on a single machine."""
-        return self._replicator is not None and len(self._run.local_ranks) < self._group.size
 
     @property
     def links(self) -> Sequence[Outgoing]:

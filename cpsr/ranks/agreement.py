@@ -76,17 +76,14 @@ class Agreement:
 
     # The training thread
 
-    def end_step(self, *, looks: bool = True) -> Sequence[Proposal]:
-        """A step has ended; returns what all ranks do now.
-
-        Args:
-            looks: whether a rank alone looks for what it was asked; ranks together tell one another.
+    def end_step(self) -> Sequence[Proposal]:
+        """A step has ended; returns what all ranks do now. A rank alone may call it where it was asked something.
 
         Raises:
             UnevenRanksError: a rank takes part in no further step, or rank 0 does not say what was decided.
         """
         if self._exchange is None:
-            return self._alone() if looks else ()
+            return self._alone()
         member = self._member
         member.steps += 1
         if self._bell[0] != self._rung:

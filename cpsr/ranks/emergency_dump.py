@@ -122,6 +122,9 @@ class EmergencyDump:
         sigterm_grace_seconds: after SIGTERM, a step that takes longer has the boundary before it dumped.
         obstacle: why this process must not dump for the next life; None if it may.
         flush: waits until reported events are written, at most for the given seconds.
+
+    Attributes:
+        updating: whether the state is changing, and so is that of no iteration.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ class EmergencyDump:
         self._training_thread = threading.get_ident()
         self._state = threading.Lock()  # locked by an update, and by a dump
         self._dumps = threading.Lock()  # locked by a dump, around its use of `_state`
-        self._updating = False
+        self.updating = False
         self._iteration: int | None = None
         self._boundaries = 0
         self._dumped = 0  # boundary of the last dump; not its iteration, which may repeat after a roll-back
@@ -155,25 +158,20 @@ class EmergencyDump:
 
     def begin_update(self) -> None:
         """The state is about to change; waits for a dump under way. A second call has no effect."""
-        if self._updating:
+        if self.updating:
             return
         if not self._state.acquire(blocking=False):
             with self._dumps:
                 # If still locked, then by this thread: a signal handler raised between two lines of this method.
                 self._state.acquire(blocking=False)
-        self._updating = True
-
-    @property
-    def updating(self) -> bool:
-        """Whether the state is changing, and so is that of no iteration."""
-        return self._updating
+        self.updating = True
 
     def end_update(self, iteration: int) -> None:
         """The state is that after `iteration`, until the next `begin_update`."""
         self._iteration = iteration
         self._boundaries += 1
-        if self._updating:
-            self._updating = False
+        if self.updating:
+            self.updating = False
             self._state.release()
 
     # Leaving

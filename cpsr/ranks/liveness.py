@@ -64,7 +64,7 @@ class GivenUp:
 class Liveness:
     """One rank's heartbeat, and its watch over the others from their first beat on.
 
-    `sign`, `step` and `busy` belong to the training thread.
+    `signs`, `step` and `busy` belong to the training thread.
 
     Args:
         run_dir: on storage that every rank shares.
@@ -72,6 +72,9 @@ class Liveness:
         board: of this rank's machine.
         leave: ends this process, with the reason as a clause; the watching thread calls it once.
         report: records an event: its kind, one sentence, the iteration and the logging level.
+
+    Attributes:
+        signs: of progress in the step under way: forwards, losses, an update.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Liveness:
         self._locked: set[int] = set()  # processes (see `Courier.process_of`) whose lock was seen
         self._ended: dict[int, float] = {}  # those that are gone, and since when that is known
         self._reported: set[str] = set()
-        self._beats = self._signs = self._busy = 0
+        self._beats = self.signs = self._busy = 0
         self._iteration = NONE
         self._alarm = board.alarm[0]
         self._checked = time.monotonic()
@@ -127,14 +130,10 @@ class Liveness:
 
     # Called by the training thread
 
-    def sign(self) -> None:
-        """A forward, a loss or an update: training makes progress."""
-        self._signs += 1
-
     def step(self, iteration: int) -> None:
         """This iteration is finished."""
         self._iteration = iteration
-        self._signs = 0
+        self.signs = 0
 
     @contextmanager
     def busy(self) -> Iterator[None]:
@@ -301,7 +300,7 @@ class Liveness:
         return GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
 
     def _heartbeat(self, phase: Phase, lost_rank: int = NONE) -> Heartbeat:
-        return Heartbeat(self._beats, self._iteration, self._signs, phase, lost_rank)
+        return Heartbeat(self._beats, self._iteration, self.signs, phase, lost_rank)
 
     def _announce(self, phase: Phase, lost_rank: int = NONE) -> None:
         self._beats += 1

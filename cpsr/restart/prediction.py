@@ -43,6 +43,9 @@ class Probes:
         keep: number of recent inputs to keep; 0 turns probes off.
         loss_fn: the user's loss of one batch, without backward; where None, the module itself must return a loss.
         batches: held-out batches of the user's, used instead of recent inputs.
+
+    Attributes:
+        of_batches: whether inputs are batches of the data loader; else those of forwards.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class Probes:
     ) -> None:
         self._adapter = adapter
         self._loss_fn = loss_fn
+        self.of_batches = loss_fn is not None
         self._fixed = None if batches is None else [self._as_probe(batch) for batch in batches]
         self._recent: deque[dict[str, Any]] = deque(maxlen=keep)
         self._checked = False
@@ -61,12 +65,12 @@ class Probes:
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Remember (not copy) the inputs of a training forward."""
-        if self._loss_fn is None and self._fixed is None and self.off is None:
+        if self._fixed is None and self.off is None:
             self._recent.append({"args": args, "kwargs": kwargs})
 
     def on_batch(self, batch: Any) -> None:
         """Remember (not copy) a batch of the data loader."""
-        if self._loss_fn is not None and self._fixed is None and self.off is None:
+        if self._fixed is None and self.off is None:
             self._recent.append({"batch": batch})
 
     def saved(self) -> list[Any]:

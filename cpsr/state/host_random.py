@@ -20,22 +20,36 @@ __all__ = ["capture_host_rng", "restore_host_rng"]
 _HEAD = 16 if sys.implementation.name == "cpython" else 0  # reference count and type; 0: memory cannot be looked at
 _MT19937_BYTES = 624 * 4 + 4  # the words, and the position in them
 Generator = TypeVar("Generator")
+Look = Callable[[], object]
 
 
-def _memory(one: Any) -> bytes:
-    return ctypes.string_at(id(one) + _HEAD, type(one).__basicsize__ - _HEAD)
+def _memory(address: int, size: int) -> Any:
+    """Whose `raw` are these bytes as they are then."""
+    return (ctypes.c_char * size).from_address(address)
 
 
-def _python_memory(one: Any) -> object:
-    return _memory(one), one.gauss_next
+def _own_memory(one: Any) -> Any:
+    return _memory(id(one) + _HEAD, type(one).__basicsize__ - _HEAD)
 
 
-def _numpy_memory(one: numpy.random.RandomState) -> object:
-    """Also that of the object itself, where NumPy keeps every second normal number; None: of another algorithm."""
-    generator: Any = one._bit_generator
-    if type(generator) is not numpy.random.MT19937:
-        return None
-    return _memory(one), ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+def _look_at_python(one: Any) -> Look:
+    own = _own_memory(one)
+    return lambda: (own.raw, one.gauss_next)
+
+
+def _look_at_numpy(one: numpy.random.RandomState) -> Look:
+    """Also at the object itself, where NumPy keeps every second normal number; None: of another algorithm."""
+    own, words, generator = _own_memory(one), None, None
+
+    def look() -> object:
+        nonlocal words, generator
+        if generator is not one._bit_generator:
+            generator = one._bit_generator
+            known = type(generator) is numpy.random.MT19937
+            words = _memory(generator.ctypes.state_address, _MT19937_BYTES) if known else None
+        return None if words is None else (own.raw, words.raw)
+
+    return look
 
 
 class _Kept(Generic[Generator]):
@@ -44,7 +58,7 @@ class _Kept(Generic[Generator]):
     Args:
         generator: whose state it is.
         read: returns the state, which callers must not change.
-        look: at the memory of a generator.
+        look_at: gives what looks at the memory of a generator.
         draws: of another such generator; each changes its memory, or the memory is not looked at.
     """
 
@@ -52,43 +66,46 @@ class _Kept(Generic[Generator]):
         self,
         generator: Generator,
         read: Callable[[], Any],
-        look: Callable[[Generator], object],
+        look_at: Callable[[Generator], Look],
         draws: tuple[Generator, list[Callable[[], object]]],
     ) -> None:
-        self._generator, self._read, self._look = generator, read, look
+        self._read = read
+        self._look: Look = lambda: None
         self._seen: object = None
         self._state: Any = None
-        self._shows = _HEAD > 0 and self._shows_each(*draws)
-
-    def _shows_each(self, other: Generator, draws: list[Callable[[], object]]) -> bool:
-        seen = [self._look(other)]
-        for draw in draws:
-            draw()
-            seen.append(self._look(other))
-        return None not in seen and all(one != following for one, following in pairwise(seen))
+        if _HEAD > 0 and _shows_each(look_at(draws[0]), draws[1]):
+            self._look = look_at(generator)
 
     def get(self) -> Any:
         """The state now."""
-        seen = self._look(self._generator) if self._shows else None
+        seen = self._look()
         if seen is None or seen != self._seen:
             self._state = self._read()
             # Another thread may have drawn in between.
-            self._seen = seen if seen is not None and seen == self._look(self._generator) else None
+            self._seen = seen if seen is not None and seen == self._look() else None
         return self._state
+
+
+def _shows_each(look: Look, draws: list[Callable[[], object]]) -> bool:
+    seen = [look()]
+    for draw in draws:
+        draw()
+        seen.append(look())
+    return None not in seen and all(one != following for one, following in pairwise(seen))
 
 
 def _kept_python() -> _Kept[random.Random]:
     other = random.Random(0)  # noqa: S311
     normal = lambda: other.gauss(0.0, 1.0)  # noqa: E731
     shared: Any = random.getstate
-    return _Kept(shared.__self__, random.getstate, _python_memory, (other, [other.random, normal, normal]))
+    return _Kept(shared.__self__, random.getstate, _look_at_python, (other, [other.random, normal, normal]))
 
 
 def _kept_numpy() -> _Kept[numpy.random.RandomState]:
     other = numpy.random.RandomState(0)
     draws: list[Callable[[], object]] = [other.random_sample, other.standard_normal, other.standard_normal]
     shared: Any = numpy.random.get_state
-    return _Kept(shared.__self__, numpy.random.get_state, _numpy_memory, (other, draws))
+    return _Kept(shared.__self__, numpy.random.get_state, _look_at_numpy, (other, draws))
 
 
 _python, _numpy = _kept_python(), _kept_numpy()
@@ -96,7 +113,7 @@ _python, _numpy = _kept_python(), _kept_numpy()
 
 def capture_host_rng() -> dict[str, Any]:
     """Random states of Python, NumPy's global generator and torch on the CPU: plain data, not to be changed."""
-    return {"python": _python.get(), "numpy": _numpy.get(), "torch": torch.get_rng_state()}
+    return {"python": _python.get(), "numpy": _numpy.get(), "torch": torch.default_generator.get_state()}
 
 
 def restore_host_rng(state: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -49,7 +49,7 @@ from cpsr.state.loader_workers import InTurn, WithState, prepared_workers
 from cpsr.state.small_state import DataPosition
 from cpsr.state.user_objects import Stateful
 
-__all__ = ["LoaderHooks", "ResumableLoader"]
+__all__ = ["Draw", "LoaderHooks", "ResumableLoader"]
 
 logger = logging.getLogger(__name__)
 
@@ -73,19 +73,32 @@ class LoaderHooks:
         on_positioned: called after the loader was moved to a saved position, before the next batch is fetched. It
             restores the random states of training, since positioning draws from them.
         on_batch: called with every batch before it is returned.
-        on_request: called before a batch is fetched; not at the known end of the last pass.
+        on_request: called right before a batch is fetched, with whether there may be one: False at the known end of a
+            pass.
         on_end: called when a pass has ended, with whether it was the last.
-        before_batch: called right before a batch is fetched, after `on_request`.
         waiting: entered while a batch is fetched from a DataLoader's worker processes: the thread then waits. Without
             workers the thread loads the batch itself, and of other iterables it is not known whether they wait.
     """
 
     on_positioned: Callable[[], object] = lambda: None
     on_batch: Callable[[Any], None] = lambda batch: None
-    on_request: Callable[[], None] = lambda: None
+    on_request: Callable[[bool], None] = lambda expected: None
     on_end: Callable[[bool], object] = lambda last: None
-    before_batch: Callable[[], None] = lambda: None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+class Draw(NamedTuple):
+    """One batch that the loop has drawn, or is about to draw.
+
+    Attributes:
+        stream: gives it.
+        before: the position in the data before it.
+        host: random states of the host from which it is drawn.
+    """
+
+    stream: "ResumableLoader"
+    before: DataPosition
+    host: dict[str, Any]
 
 
 class ResumableLoader(Iterator[Any]):
@@ -217,9 +230,7 @@ class ResumableLoader(Iterator[Any]):
             if self._until_epoch is not None and self.position.epoch >= self._until_epoch:
                 self.left = True
                 raise StopIteration
-            if not self._pass_is_over():
-                self._hooks.on_request()
-            self._hooks.before_batch()
+            self._hooks.on_request(not self._pass_is_over())
             if self._iterator is None:
                 self._iterator = self._open()
             try:
@@ -252,9 +263,17 @@ class ResumableLoader(Iterator[Any]):
         """Whether the next batch is the first at a restored position."""
         return self._moved
 
-    def position_before_draw(self) -> DataPosition:
-        """The position before the next batch, for a state that will not count it as trained."""
-        return self.saved_position() if self._iterator is None else self.position
+    def before_draw(self, host: dict[str, Any] | None) -> "Draw":
+        """What a state that will not count the next batch as trained is of.
+
+        Args:
+            host: the random states of the host from which that is drawn; None: those of now.
+        """
+        if host is None:
+            host = capture_host_rng()
+            if self._data_generators:
+                host["data"] = self.data_states()
+        return Draw(self, self.saved_position() if self._iterator is None else self.position, host)
 
     def saved_before(self, position: DataPosition) -> DataPosition:
         """The position for a checkpoint, of an earlier batch of this stream."""

@@ -280,7 +280,7 @@ def a_receive_that_fails_ends_the_wait() -> None:
 
     engine, hooks, recorder = pipeline_engine(0, "fp32"), Hooks(), Recorder()
     engine._INSTRUCTION_MAP = dict.fromkeys(RECEIVES, fails)
-    watch_receives(engine, hooks, lambda: recorder)
+    watch_receives(engine, hooks, recorder)
     for receive in RECEIVES:
         with pytest.raises(RuntimeError, match="the other stage is gone"):
             engine._INSTRUCTION_MAP[receive](engine, buffer_id=0)

@@ -11,7 +11,6 @@ import torch
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.arena import Arena
 from cpsr.journal.reader import JournalReader
-from cpsr.peers.host_memory import HostMemory
 from tests.recovery.test_faults import Loop, config, loader
 
 NEVER = 1000
@@ -97,10 +96,7 @@ def test_a_state_that_cannot_be_saved_is_reported_once_and_training_goes_on(tmp_
 
 
 @pytest.mark.parametrize("steps_per_batch", [1, 2, 3, 4])
-def test_windows_that_begin_at_the_last_step_on_a_batch_go_to_the_peers(
-    steps_per_batch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HostMemory, "replicates", True)  # as of a job on several machines
+def test_windows_that_begin_at_the_last_step_on_a_batch_go_to_the_peers(steps_per_batch: int, tmp_path: Path) -> None:
     loop, sealed, sent = Loop(device="cpu"), list[int](), list[int]()
     options, windows_of_one = (
         {"interval_iterations": NEVER, "shared_memory": True},
@@ -111,6 +107,7 @@ def test_windows_that_begin_at_the_last_step_on_a_batch_go_to_the_peers(
         (sent if send else sealed).append(iteration)
 
     with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint=options, replay=windows_of_one)) as recovery:
+        recovery.life.memory.replicates = True  # as of a job on several machines
         windows = recovery.life.memory.windows
         assert windows is not None
         windows.recorder.on_sealed = follow

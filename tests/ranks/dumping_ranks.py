@@ -222,7 +222,7 @@ class Rank:
             if iteration == options.fault_iteration + 1:
                 self.fault(options.faults.get(str(self.rank), ""), liveness)
             time.sleep(options.step_seconds)
-            liveness.sign()
+            liveness.signs += 1
             if options.gloo:
                 import torch
                 import torch.distributed as dist
@@ -251,7 +251,7 @@ class Rank:
         if what == "waits":
             threading.Event().wait()
         if what == "waits as others do":
-            liveness.sign()
+            liveness.signs += 1
             threading.Event().wait()
         if what == "hangs":
             ctypes.CDLL(None).pause()

@@ -491,7 +491,9 @@ def test_only_batches_of_other_processes_are_waited_for_and_each_is_asked_for(wo
         seen.append("ends")
 
     hooks = LoaderHooks(
-        on_request=lambda: seen.append("request"), on_batch=lambda batch: seen.append("given"), waiting=waiting
+        on_request=lambda expected: seen.extend(["request"] * expected),
+        on_batch=lambda batch: seen.append("given"),
+        waiting=waiting,
     )
     loader = DataLoader(Items(), ITEMS, num_workers=workers)
     assert len(list(ResumableLoader(loader, DataPosition(), until_epoch=1, hooks=hooks))) == 1
