@@ -87,12 +87,16 @@ class Bubbles:
     The training thread is the one that calls `end_iteration`, and before the first call the one that creates this
     object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for work that
     runs in a bubble.
+
+    Attributes:
+        known: whether training has ever waited; before that, ends of iterations need not be told.
     """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._changed = threading.Condition(threading.Lock())  # guards all below; locked for microseconds only
         self._kinds: dict[str, _Kind] = {}
+        self.known = False
         self._open: tuple[_Kind, int] | None = None
         self._began = 0.0
         self._until = 0.0  # forecast end of the open wait
@@ -116,6 +120,7 @@ class Bubbles:
             kind = self._kinds.get(place)
             if kind is None:
                 kind = self._kinds[place] = _Kind()
+                self.known = True
             number = kind.next_place()
             self._open = kind, number
             self._began = perf_counter()
@@ -147,9 +152,6 @@ class Bubbles:
     def end_iteration(self) -> None:
         """A step is complete: places are counted from 0 again."""
         self._thread = threading.get_ident()
-        if not self._kinds:  # no wait yet, and only this thread adds one
-            self._iterations += 1
-            return
         with self._changed:
             self._iterations += 1
             self._iteration_forecast_seconds = 0.0

@@ -99,7 +99,9 @@ class Life:
 
     def state_changes(self) -> None:
         """From here to the end of the step the state belongs to no iteration."""
-        self.boundary.begin_update()
+        self.boundary.emergency_dump.begin_update()
+        if self.boundary.on_device:
+            self.boundary.begin_update()
 
     def on_train_batch(self) -> None:
         """A pipeline's `train_batch` is called."""
@@ -144,7 +146,9 @@ class Life:
             self.witnessing.on_forward()
         if self.memory.pool.engine.writes.mark is not None:
             self.memory.pool.look()
-        loop.on_forward(args, kwargs)
+        loop.state.draws.forward()
+        if not loop.probes.of_batches:
+            loop.probes.on_forward(args, kwargs)
 
     def on_other_forward(self) -> None:
         """The module is called for something else, perhaps with other weights."""
@@ -252,7 +256,7 @@ class Life:
 
     def _compare_later(self, iteration: int) -> None:
         """A step after the last commit of this life, for the next life to compare with."""
-        self.loop.losses.close_iteration()
+        self.loop.losses.end_iteration(None)
         self.leaving.compare(iteration)
         self.loop.tail.after_step()
         self.loop.state.end_step()

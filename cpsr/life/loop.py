@@ -195,16 +195,12 @@ class Loop:
         self._followed: int | None = None  # the newest checkpoint that the learner knows
         self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline is not None)
         self.warnings = DrawWarnings(job, self.state.draws)
-
-    def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A training forward begins, with these inputs."""
-        self.state.draws.forward()
-        if not self.probes.of_batches:
-            self.probes.on_forward(args, kwargs)
+        self.learning.bubbles.end_iteration()  # waits of this thread count
 
     def after_step(self, step: Step) -> None:
         """A step is complete: what the loop draws from here on belongs to the next."""
-        self.learning.bubbles.end_iteration()
+        if self.learning.bubbles.known:
+            self.learning.bubbles.end_iteration()
         self.tail.after_step()
         self.state.end_step(step.learning_rate if step.applied else 0.0)
 

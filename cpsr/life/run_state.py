@@ -120,9 +120,11 @@ class RunState:
     @property
     def position(self) -> DataPosition:
         """The position of the state: after its last trained batch; the end of a pass is the start of the next."""
-        return self._trained().advanced(0)
+        return self.trained.advanced(0)
 
-    def _trained(self) -> DataPosition:
+    @property
+    def trained(self) -> DataPosition:
+        """The position after the last trained batch, also at the end of a pass."""
         first = self.draws.first
         if first is not None:
             return first.before
@@ -137,11 +139,6 @@ class RunState:
     def batch(self) -> int:
         """Batches of the current pass that the loop has taken; 0 once it has left that pass."""
         return 0 if self._stream is not None and self._stream.left else self.taken.batch
-
-    @property
-    def batches(self) -> int:
-        """Batches trained since the start of the run."""
-        return self._trained().batches
 
     @property
     def reached(self) -> DataPosition:

@@ -47,7 +47,8 @@ class Boundary:
     """Publishes each step that is complete: the step counter, the heartbeat, and the state for an emergency dump.
 
     Attributes:
-        emergency_dump: dumps the state when this rank leaves a broken group.
+        emergency_dump: dumps the state when this rank leaves a broken group. From its `begin_update` on the state
+            belongs to no iteration, until the next `publish` or `rewound`.
         liveness: watches the other ranks.
         no_dump: why no dump may be left, as while the state may still be discarded; None: one may.
         on_device: whether steps are complete later than the host has launched them.
@@ -97,10 +98,8 @@ class Boundary:
         self._publication.before_update(self._state.left)
 
     def begin_update(self) -> None:
-        """From here on the state belongs to no iteration, until the next `publish` or `rewound`."""
-        self.emergency_dump.begin_update()
-        if self.on_device:
-            self._publication.begin_update()
+        """The host launches an update."""
+        self._publication.begin_update()
 
     def poll(self) -> None:
         """Publish the steps that the device has completed by now."""
@@ -132,15 +131,15 @@ class Boundary:
         """The host has launched a step: the state is that after it."""
         event = self._pool.mark_boundary()
         if event is None:
-            self._counter.publish(iteration, self._state.batches)
+            self._counter.publish(iteration, self._state.trained.batches)
         else:
-            self._publication.step(iteration, self._state.batches, event)
+            self._publication.step(iteration, self._state.trained.batches, event)
         self.emergency_dump.end_update(iteration)
         self.liveness.step(iteration)
 
     def reset(self, iteration: int) -> None:
         """The state is that of another iteration, possibly an earlier one."""
-        self._publication.reset(iteration, self._state.batches)
+        self._publication.reset(iteration, self._state.trained.batches)
 
     def rewound(self, to: Rewind) -> None:
         """The state is that of another iteration; unless it was not changed, and stays that of the last step."""

@@ -84,18 +84,23 @@ class LossRecorder:
             self.newest = _mean(self._logged_before)
             self._steps[-1] = self._steps[-1][0], self.newest
 
-    def end_iteration(self, step: Step) -> list[Step]:
-        """Close an iteration; returns finished iterations whose losses have arrived (often none)."""
-        self.close_iteration()
-        self._steps.append((step, self.newest))
-        newest = int(self._logs_late)  # stays: its loss is still to come
-        return self.flush(newest=newest) if len(self._steps) - newest >= self._flush_iterations else []
+    def end_iteration(self, step: Step | None) -> list[Step]:
+        """Close an iteration: the micro-batches so far are all of it, and `newest` is their mean.
 
-    def close_iteration(self) -> None:
-        """The micro-batches so far are all of the iteration: `newest` is their mean."""
+        Args:
+            step: None: it does not count.
+
+        Returns:
+            Finished iterations whose losses have arrived (often none).
+        """
         losses = self._logged or self._micro
         self.newest = losses[0] if len(losses) == 1 else _mean(losses)
         self._logged_before, self._logged, self._micro, self.open = self._logged, [], [], False
+        if step is None:
+            return []
+        self._steps.append((step, self.newest))
+        newest = int(self._logs_late)  # stays: its loss is still to come
+        return self.flush(newest=newest) if len(self._steps) - newest >= self._flush_iterations else []
 
     def latest(self) -> float | None:
         """The loss of the last closed iteration; waits for the device, so only for short watches."""

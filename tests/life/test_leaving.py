@@ -53,7 +53,7 @@ def test_a_state_inside_a_step_is_not_saved_as_that_of_the_step_before(tmp_path:
     with CPSRRecovery(adapter, config(tmp_path)) as recovery:
         restored = recovery.restored.restored_iteration
         assert restored == 3
-        assert recovery.life.loop.state.batches == 3
+        assert recovery.life.loop.state.trained.batches == 3
         assert same(weights(loop), after[restored])
 
 
