@@ -179,8 +179,7 @@ class Life:
             self._compare_later(iteration)
             return
         looks = self.attention.is_due(iteration)
-        if not self.loop.tail.asked:  # else it looked when the loop asked for its batch
-            self.stop.look()
+        self.stop.look()
         if self.job.group.attendance is not None:
             self.job.group.attendance.train(iteration)
         step = self.steps.end(iteration, applied)

@@ -58,7 +58,6 @@ class LoopTail:
     Attributes:
         ended: the loop has ended, or the user replaces its state: no step follows what is being done.
         thread: that trains; others fetch batches ahead.
-        asked: the loop has requested a batch since the last step.
         waiting: what is deferred, as the save of a state is.
     """
 
@@ -68,7 +67,7 @@ class LoopTail:
         self._pipeline = pipeline
         self.thread = threading.get_ident()
         self._requests = False  # the loop has requested a batch in this life
-        self.asked = False
+        self._asked = False  # since the last step
         self._shows_end = False  # the iteration of the last step took a batch
         self.waiting: list[_Waiting] = []
         self.ended = False
@@ -77,7 +76,7 @@ class LoopTail:
         """The loop requests a batch; requests of other threads are ignored."""
         if self._pipeline or threading.get_ident() != self.thread:
             return
-        self._requests = self.asked = True
+        self._requests = self._asked = True
         if not self.waiting:
             return
         self._state.release()
@@ -90,7 +89,7 @@ class LoopTail:
 
     def after_step(self) -> None:
         """A step is complete."""
-        self._shows_end, self.asked = self.asked, False
+        self._shows_end, self._asked = self._asked, False
 
     @property
     def saves(self) -> bool:
