@@ -16,6 +16,7 @@ from typing import Literal
 
 from cpsr.checkpoint.files import (
     exhaust,
+    for_each,
     is_temporary,
     names_in,
     read_bytes,
@@ -454,23 +455,25 @@ def _drop_unlisted(checkpoints: Path, slabs: Iterable[str], found: Catalogue, ot
     if found.unreadable or others is None:
         return
     unlisted = set(slabs).difference(others, *(info.listing.sizes for info in found.checkpoints))
-    dropped, refused = False, list[OSError]()
-    for name in sorted(unlisted):
-        at, path = saved_at(name), checkpoints / SLABS / name
-        if found.uncommitted if at is None else at in found.uncommitted:
-            continue
+    running = found.uncommitted
+    old = [name for name in sorted(unlisted) if not (running if (at := saved_at(name)) is None else at in running)]
+
+    def drop(name: str) -> OSError | None:
+        path = checkpoints / SLABS / name
         try:
             remove_entry(path)
         except OSError as error:
             warn_once(checkpoints, f"{path}, which no checkpoint lists, cannot be removed: {error}")
-            refused += [error] if at is not None or holds_frozen(name) else []
-            continue
-        dropped = True
+            return error
         _log.debug("%s was removed: no checkpoint lists it", path)
-    if dropped:
+        return None
+
+    errors = dict(zip(old, for_each(drop, old), strict=True))
+    if None in errors.values():
         sync_directory(checkpoints / SLABS)
-    if refused:
-        raise refused[0]
+    for name, error in errors.items():
+        if error is not None and (saved_at(name) is not None or holds_frozen(name)):
+            raise error
 
 
 def _thinned(info: SavedCheckpoint) -> SavedCheckpoint:

@@ -21,7 +21,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from cpsr.checkpoint.files import names_in, read_bytes, remove_entry, sync_directory, temporary_name, write_bytes
+from cpsr.checkpoint.files import (
+    for_each,
+    names_in,
+    read_bytes,
+    remove_entry,
+    sync_directory,
+    temporary_name,
+    write_bytes,
+)
 from cpsr.checkpoint.manifest import (
     COMMIT,
     SLABS,
@@ -227,8 +235,9 @@ def wait_for_ranks(attempt: Attempt, timeout_seconds: float, cancelled: threadin
             reason = attempt.skipped_reason(skips[name])
             if reason is not None:
                 return f"rank {skips[name]} skipped it: {reason}"
-        for name in sorted(names & awaited.keys()):
-            data, rank = read_bytes(attempt.directory / name), awaited[name]
+        come = sorted(names & awaited.keys())
+        for name, data in zip(come, for_each(read_bytes, [attempt.directory / name for name in come]), strict=True):
+            rank = awaited[name]
             record = RankManifest.parse(data)
             if attempt.has_part(record, rank):
                 found[rank] = record, hashlib.sha256(data).hexdigest()
@@ -290,15 +299,11 @@ def seal(attempt: Attempt, parts: Parts, sequence: int, missing: Missing | None 
 
 def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: Missing | None) -> None:
     """Raise SaveError, or DriftedError, where the ranks' parts do not form one checkpoint; see `seal`."""
-    for record in records.values():
-        for name, file in record.files.items():
-            path = slab_path(directory, name)
-            try:
-                there = path.stat().st_size == file.bytes
-            except FileNotFoundError:
-                there = False
-            if not there:
-                raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
+    listed = [(slab_path(directory, name), file) for one in records.values() for name, file in one.files.items()]
+    sizes = for_each(_size_of, [path for path, _ in listed])
+    for (path, file), size in zip(listed, sizes, strict=True):
+        if size != file.bytes:
+            raise SaveError(f"{path} is not there with the {file.bytes} bytes that its rank wrote")
     for rank, what in missing_among(records):
         raise SaveError(f"rank {rank} {what}")
     refuse_drifted(records)
@@ -311,6 +316,14 @@ def _check_parts(directory: Path, records: Mapping[int, RankManifest], missing: 
     lacking = None if missing is None else missing(slices, ages)
     if lacking is not None:
         raise SaveError(f"the ranks' parts do not make up the model: {lacking}")
+
+
+def _size_of(path: Path) -> int | None:
+    """Bytes of a file; None where there is none."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
 
 
 def _saved_slices(record: RankManifest) -> dict[str, SavedSlice]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.files import write_bytes
+from cpsr.checkpoint.files import for_each, read_bytes, write_bytes
 from cpsr.ranks.group import Group
 
 __all__ = ["Progress", "ProgressCounter", "mark_life", "newest_life", "progress_path", "read_for_all", "read_progress"]
@@ -149,8 +149,8 @@ def read_progress(run_dir: Path, world_size: int) -> Progress | None:
     """
     ranks: dict[int, dict[int, int]] = {}
     missing: dict[int, str] = {}
-    for rank in range(world_size):
-        content = _read(progress_path(run_dir, rank))
+    paths = [progress_path(run_dir, rank) for rank in range(world_size)]
+    for rank, content in enumerate(for_each(_read, paths)):
         if isinstance(content, str):
             missing[rank] = content
         else:
@@ -184,8 +184,7 @@ def read_for_all(run_dir: Path, world_size: int, group: Group) -> Progress | Non
 
 def _read(path: Path) -> dict[int, int] | str:
     try:
-        with path.open("rb", buffering=0) as file:
-            data = file.read(_LAYOUT.size + 1)
+        data = read_bytes(path)
     except FileNotFoundError:
         return "is absent"
     if len(data) != _LAYOUT.size:
