@@ -352,16 +352,19 @@ def test_a_file_that_is_a_link_is_damage(failed_run: Path, tmp_path: Path, chose
     assert f"{file.name}: cannot be read" in result.stdout
 
 
-def test_counters_and_event_files_are_not_written_through_links(tmp_path: Path) -> None:
+def test_counters_and_event_files_are_not_written_through_links(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     from cpsr.checkpoint.progress import ProgressCounter
-    from cpsr.journal.events import EventFile
+    from cpsr.journal import EventFile, EventRow
 
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("mine, and longer than a counter of 32 bytes")
     link.symlink_to(target)
-    for opens in (ProgressCounter, EventFile):
-        with pytest.raises(OSError, match="symbolic links"):
-            opens(link)
+    with pytest.raises(OSError, match="symbolic links"):
+        ProgressCounter(link)
+    EventFile(link).record(EventRow(life=0, rank=1, kind="note", message="an event"))
+    assert "symbolic links" in caplog.text
     assert target.read_text() == "mine, and longer than a counter of 32 bytes"
 
 

@@ -2,7 +2,8 @@
 
 import multiprocessing
 import os
-from collections.abc import Callable, Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,9 +13,11 @@ from cpsr.benchmarks.scale.simulated import LIFE
 from cpsr.errors import CPSRError
 from cpsr.ranks.heartbeat import HeartbeatFiles
 
-__all__ = ["NAMES", "calls_of", "holding_locks"]
+__all__ = ["DELAYS", "NAMES", "calls_of", "delayed_seconds", "holding_locks"]
 
 NAMES = (*CHANGING, *READING, "stat", "lstat", "newfstatat", "statx", "access", "faccessat", "fcntl")
+DELAY_MICROSECONDS = 500  # of each call, as on a network file system
+DELAYS = (f"{','.join(f'?{name}' for name in NAMES)}:delay_enter={DELAY_MICROSECONDS}",)  # for strace
 _FORKED = multiprocessing.get_context("fork")  # what is counted has its objects already
 
 
@@ -28,23 +31,42 @@ def calls_of(work: Callable[[], object], below: Path, log: Path) -> int | None:
     """
     if why_no_strace() is not None:
         return None
-    here, there = _FORKED.Pipe()
-    process = _FORKED.Process(target=_work, args=(work, there), daemon=True)
-    process.start()
-    tracer = Tracer(process.pid or 0, log, names=NAMES)
-    here.send(None)
-    process.join()
-    tracer.end()
-    if process.exitcode:
-        raise CPSRError(f"what is counted ended with status {process.exitcode}")
+    _traced(work, log)
     found = len(read_calls(log, below))
     log.unlink()
     return found
 
 
-def _work(work: Callable[[], object], begin: Connection) -> None:
-    begin.recv()
+def delayed_seconds(work: Callable[[], object], log: Path) -> float | None:
+    """How long some work takes where each call on files takes longer; as `calls_of`."""
+    if why_no_strace() is not None:
+        return None
+    seconds = _traced(work, log, DELAYS)
+    log.unlink()
+    return seconds
+
+
+def _traced(work: Callable[[], object], log: Path, injections: Sequence[str] = ()) -> float:
+    here, there = _FORKED.Pipe()
+    process = _FORKED.Process(target=_work, args=(work, there), daemon=True)
+    process.start()
+    there.close()
+    tracer = Tracer(process.pid or 0, log, injections, names=NAMES)
+    here.send(None)
+    try:
+        seconds: float = here.recv()
+    except EOFError as error:
+        raise CPSRError("what is traced ended with an error") from error
+    process.join()
+    tracer.end()
+    return seconds
+
+
+def _work(work: Callable[[], object], parent: Connection) -> None:
+    parent.recv()
+    started = time.perf_counter()
     work()
+    parent.send(time.perf_counter() - started)
     os._exit(0)
 
 

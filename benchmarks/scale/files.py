@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from cpsr.benchmarks.harness.ranks import run_ranks
-from cpsr.benchmarks.scale.calls import calls_of, holding_locks
+from cpsr.benchmarks.scale.calls import calls_of, delayed_seconds, holding_locks
 from cpsr.benchmarks.scale.simulated import LIFE, RANKS_PER_MACHINE, SimulatedRun, snapshot_of
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import RanksConfig
@@ -35,12 +35,14 @@ class Cost:
         processor_seconds: likewise; other work on the machine takes nothing from it.
         calls: of rank 0 on files of the run; None without strace, or where it makes none.
         calls_of_others: of each other rank.
+        delayed_seconds: on rank 0, where each call takes 0.5 ms longer, as on a network; None as `calls`.
     """
 
     seconds: float
     processor_seconds: float
     calls: int | None = None
     calls_of_others: float | None = None
+    delayed_seconds: float | None = None
 
 
 def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[str, Cost]:
@@ -53,7 +55,7 @@ def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[st
     """
     run = SimulatedRun(directory / "run", ranks)
     count = partial(calls_of, below=run.run_dir, log=directory / "log")
-    found = _checkpoints(run, count, step)
+    found = _checkpoints(run, count, partial(delayed_seconds, log=directory / "log"), step)
     found["restart: newest checkpoint loaded"] = _restart(directory, run)
     found["restart: states in memory chosen"] = _choice(ranks)
     found["clean-up at the start of a life"] = Cost(*_took(run.store.prepare), count(run.store.prepare))
@@ -62,7 +64,12 @@ def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[st
     return found
 
 
-def _checkpoints(run: SimulatedRun, count: Callable[..., int | None], step: Callable[[], None]) -> dict[str, Cost]:
+def _checkpoints(
+    run: SimulatedRun,
+    count: Callable[..., int | None],
+    delayed: Callable[..., float | None],
+    step: Callable[[], None],
+) -> dict[str, Cost]:
     commits, retentions = [], []
     for _ in range(CHECKPOINTS):
         commits.append(_took(run.commit))
@@ -73,19 +80,13 @@ def _checkpoints(run: SimulatedRun, count: Callable[..., int | None], step: Call
     def write() -> None:
         run.store_of(1).write(snapshot_of(1, run.ranks, run.iteration + 1))
 
-    def commit_and_retain() -> None:
-        run.commit()
-        run.retain()
-
-    both = count(commit_and_retain)
+    counted = count(run.commit), count(run.retain)
     run.save_next()
-    alone = count(run.commit)
-    retained = None if both is None or alone is None else both - alone
-    run.retain()
+    slow = delayed(run.commit), delayed(run.retain)
     return {
         "save: one rank's part": Cost(*_took(write), None, count(write)),
-        "save: rank 0 commits": Cost(*_medians(commits[-ROUNDS:]), alone),
-        "save: rank 0 removes what is old": Cost(*_medians(retentions[-ROUNDS:]), retained),
+        "save: rank 0 commits": Cost(*_medians(commits[-ROUNDS:]), counted[0], None, slow[0]),
+        "save: rank 0 removes what is old": Cost(*_medians(retentions[-ROUNDS:]), counted[1], None, slow[1]),
     }
 
 
@@ -93,7 +94,7 @@ def _restart(directory: Path, run: SimulatedRun) -> Cost:
     place = directory / "restart"
     place.mkdir()
     first, other = run_ranks("scale.restart_job", place, 2, simulated_dir=str(run.run_dir), simulated_ranks=run.ranks)
-    return Cost(first["seconds"], first["processor_seconds"], first["calls"], other["calls"])
+    return Cost(first["seconds"], first["processor_seconds"], first["calls"], other["calls"], first["delayed_seconds"])
 
 
 def _choice(ranks: int) -> Cost:
@@ -146,8 +147,6 @@ def _events(directory: Path, ranks: int) -> dict[str, Cost]:
         new.append(_took(gather))
     none = [_took(gather) for _ in range(ROUNDS)]
     journal.close()
-    for file in files:
-        file.close()
     return {
         "each checkpoint: an event of each rank": Cost(*_medians(new)),
         "each checkpoint: no event of any": Cost(*_medians(none)),

@@ -7,7 +7,7 @@ from typing import Any
 
 from cpsr.benchmarks.faults.tracing import Tracer, read_calls, why_no_strace
 from cpsr.benchmarks.harness.ranks import join_ranks
-from cpsr.benchmarks.scale.calls import NAMES
+from cpsr.benchmarks.scale.calls import DELAYS, NAMES
 from cpsr.benchmarks.scale.simulated import LIFE, RUN, shard_of
 from cpsr.checkpoint.progress import read_for_all
 from cpsr.checkpoint.remote.target import CheckpointTarget
@@ -22,7 +22,7 @@ __all__ = ["main"]
 
 
 def main(run_dir: Path, simulated_dir: str, simulated_ranks: int) -> dict[str, Any]:
-    """Restart twice: timed, and traced."""
+    """Restart three times: timed, traced, and with slow calls."""
     join_ranks(run_dir)
     place, group = Path(simulated_dir), Group()
     store = CheckpointStore(place, group.rank, simulated_ranks, RUN, LIFE + 1)
@@ -41,7 +41,7 @@ def main(run_dir: Path, simulated_dir: str, simulated_ranks: int) -> dict[str, A
     group.barrier()
     started, processor = time.perf_counter(), time.process_time()
     restart()
-    found: dict[str, Any] = {"seconds": time.perf_counter() - started, "calls": None}
+    found: dict[str, Any] = {"seconds": time.perf_counter() - started, "calls": None, "delayed_seconds": None}
     found["processor_seconds"] = time.process_time() - processor
     if why_no_strace() is None:
         log = run_dir.parent / f"calls-{group.rank}"
@@ -49,6 +49,12 @@ def main(run_dir: Path, simulated_dir: str, simulated_ranks: int) -> dict[str, A
         restart()
         tracer.detach()
         found["calls"] = len(read_calls(log, place))
+        group.barrier()
+        tracer = Tracer(os.getpid(), log, DELAYS, names=NAMES)
+        started = time.perf_counter()
+        restart()
+        found["delayed_seconds"] = time.perf_counter() - started
+        tracer.detach()
     pool.close()
     group.close()
     return found

@@ -49,6 +49,11 @@ def main(
             ("", *map(str, ranks), "all ranks, as"),
             _calls_rows(files),
         )
+        call.table(
+            "Simulated ranks: seconds on rank 0, with 0.5 ms more for each call on files (delay injected by strace)",
+            ("", *map(str, ranks)),
+            _delayed_rows(files),
+        )
         rows = [(name, *(f"{1e3 * groups[number][name]:.1f}" for number in processes)) for name in groups[processes[0]]]
         call.table("Real processes: milliseconds", ("", *map(str, processes)), rows)
         aims = _aims(files)
@@ -75,6 +80,11 @@ def _calls_rows(files: Mapping[int, Mapping[str, Cost]]) -> list[tuple[str, ...]
         total = {number: first + (number - 1) * other for number, (first, other) in found.items()}
         rows.append((name, *(f"{first} + {other:g}" for first, other in found.values()), _growth(total)))
     return rows
+
+
+def _delayed_rows(files: Mapping[int, Mapping[str, Cost]]) -> list[tuple[str, ...]]:
+    names = [name for name, cost in next(iter(files.values())).items() if cost.delayed_seconds is not None]
+    return [(name, *(f"{costs[name].delayed_seconds:.2f}" for costs in files.values())) for name in names]
 
 
 def _growth(values: Mapping[int, float]) -> str:

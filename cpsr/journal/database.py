@@ -10,7 +10,7 @@ import psutil
 
 from cpsr.errors import JournalDamagedError, JournalError
 
-__all__ = ["NO_SPACE", "SCHEMA_VERSION", "check_identity", "filesystem_of", "is_network", "lacks_room", "prepare"]
+__all__ = ["SCHEMA_VERSION", "check_identity", "filesystem_of", "is_network", "lacks_room", "prepare"]
 __all__ += ["unreadable"]
 
 SCHEMA_VERSION = 1

@@ -9,7 +9,6 @@ import logging
 import os
 from pathlib import Path
 
-from cpsr.journal.database import NO_SPACE
 from cpsr.journal.rows import EventColumns, EventRow, Row, StepRow, columns_of, decode, encode
 
 __all__ = ["EventFile", "read_new_rows"]
@@ -20,41 +19,32 @@ log = logging.getLogger(__name__)
 class EventFile:
     """The append-only event file of one rank, for example `<run_dir>/events/rank-00001.jsonl`.
 
-    Like the journal, it never stops training: a failing append loses its row, and the first one is logged.
-
-    Raises:
-        OSError: the file cannot be opened, for another reason than a full disk.
+    Its first event makes it: most ranks have none, and rank 0 reads no file of them. Like the journal, it never stops
+    training: a failing append loses its row, and the first one is logged.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._failed = False
-        self._descriptor = -1
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._descriptor = os.open(path, flags, 0o644)
-        except OSError as error:
-            if error.errno not in NO_SPACE:
-                raise
-            self._fail(error)
 
     def record(self, *rows: Row | StepRow) -> None:
         """Append events; rows that only rank 0 records are ignored."""
         for row in rows:
             if isinstance(row, EventRow):
                 try:
-                    line = f"\n{encode(row)}\n".encode()
-                    if os.write(self._descriptor, line) < len(line):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    self._append(f"\n{encode(row)}\n".encode())
                 except (OSError, ValueError) as error:
                     self._fail(error)
 
-    def close(self) -> None:
-        """Close the file; later rows are lost."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+    def _append(self, line: bytes) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(self.path, flags, 0o644)
+        try:
+            if os.write(descriptor, line) < len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        finally:
+            os.close(descriptor)
 
     def _fail(self, error: OSError | ValueError) -> None:
         if not self._failed:

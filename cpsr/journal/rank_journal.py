@@ -84,8 +84,7 @@ class RankJournal:
         if self._journal is not None:
             self.gather_events()
             self._journal.end_life(ending)
-        if self._file is not None:
-            self._file.close()
+            self._journal.close()
 
 
 def open_journal(run_dir: Path, group: "Group", mode: str, after_life: int = -1) -> RankJournal:
@@ -100,23 +99,18 @@ def open_journal(run_dir: Path, group: "Group", mode: str, after_life: int = -1)
     Raises:
         JournalError: the journal cannot be used; every rank raises it.
     """
-    file: Journal | EventFile | None = None
+    file: Journal | EventFile = EventFile(run_dir / EVENTS / f"rank-{group.rank:05d}.jsonl")
     refusal, life = None, 0
-    try:
-        if group.rank == 0:
+    if group.rank == 0:
+        try:
             file = _open_writer(run_dir / "journal.db")
             life = file.start_life(mode, after_life, group.size)
-        else:
-            file = EventFile(run_dir / EVENTS / f"rank-{group.rank:05d}.jsonl")
-    except JournalError as error:
-        refusal = str(error)
-    except OSError as error:
-        refusal = f"rank {group.rank} cannot open its event file: {error}"
-    opened = group.gather({"refusal": refusal, "life": life})
-    refusals = [part["refusal"] for part in opened if part["refusal"] is not None]
-    if refusals:
-        raise JournalError("; ".join(refusals))
-    return RankJournal(opened[0]["life"], group.rank, file)
+        except JournalError as error:
+            refusal = str(error)
+    refusal, life = group.broadcast([refusal, life])
+    if refusal is not None:
+        raise JournalError(refusal)
+    return RankJournal(life, group.rank, file)
 
 
 def _open_writer(path: Path) -> Journal:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from cpsr.checkpoint import files
 from cpsr.checkpoint.direct_file import DIRECT, HASHED_PIECE_BYTES, hash_pieces
-from cpsr.checkpoint.files import hash_file, write_tensors
+from cpsr.checkpoint.files import for_each, hash_file, read_bytes, write_tensors
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tensor_file import LARGE_BYTES
 from cpsr.errors import SaveError
@@ -183,3 +183,15 @@ def test_tensors_that_go_on_behind_what_was_hashed_are_hashed_themselves(tmp_pat
     known = hash_pieces(values.view(torch.uint8).numpy()[:length].data)
     path = tmp_path / "file.safetensors"
     assert write_tensors(path, {"values": values}, hashed={values.data_ptr(): (length, known)}) == hash_file(path)
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 64, 200])
+def test_calls_on_many_files_give_their_results_in_order(tmp_path: Path, count: int) -> None:
+    paths = [tmp_path / str(number) for number in range(count)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+    assert list(for_each(read_bytes, paths)) == [path.name.encode() for path in paths]
+    for path in paths[-1:]:
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match=path.name):
+            list(for_each(read_bytes, paths))

@@ -28,8 +28,6 @@ def test_event_lines_arrive_exactly_once(path: Path, journal: Journal) -> None:
         journal.import_events(directory)
         journal.import_events(directory)
         assert journal.flush(FLUSH_SECONDS)
-    for file in files:
-        file.close()
     with JournalReader(path) as reader:
         assert reader.events() == recorded
     journal.close()
@@ -43,7 +41,6 @@ def test_event_lines_arrive_exactly_once(path: Path, journal: Journal) -> None:
 def test_a_torn_tail_waits_and_a_damaged_line_is_named(path: Path, journal: Journal) -> None:
     file = EventFile(path.parent / "events" / "rank-00007.jsonl")
     file.record(*map(event, range(3)))
-    file.close()
     lines = [line for line in file.path.read_bytes().splitlines(keepends=True) if line.strip()]
     file.path.write_bytes(lines[0] + lines[1].replace(b'"kind"', b'"kinc"') + lines[2][:-10])
     journal.import_events(file.path.parent)
@@ -67,7 +64,6 @@ def test_a_line_after_a_torn_one_is_kept(path: Path, journal: Journal) -> None:
     file_path.write_bytes(b"0123456789abcdef {torn by a ki")
     file = EventFile(file_path)
     file.record(event(1))
-    file.close()
     journal.import_events(file_path.parent)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
@@ -85,7 +81,6 @@ def test_an_event_file_that_lost_its_tail_is_reported_and_not_imported_twice(pat
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
     file.record(event(3))
-    file.close()
     journal.import_events(file.path.parent)
     assert journal.flush(FLUSH_SECONDS)
     with JournalReader(path) as reader:
@@ -98,6 +93,5 @@ def test_an_event_file_that_lost_its_tail_is_reported_and_not_imported_twice(pat
 def test_an_event_file_on_a_full_disk_reports_once_and_never_raises(caplog: pytest.LogCaptureFixture) -> None:
     file = EventFile(Path("/dev/full"))
     file.record(*map(event, range(3)))
-    file.close()
     (failure,) = caplog.messages
     assert "No space left" in failure
