@@ -200,14 +200,17 @@ class VITPPredictor(LinePredictor):
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
-        shared: dict[str, Any] = {"updates": self._head.steps, "parameters": self._head.parameters.detach()}
-        shared = self._ranks.broadcast({**shared, "seen": list(self._statistics.seen)})
+        shared = self._ranks.broadcast({"updates": self._head.steps, "seen": list(self._statistics.seen)})
         self._updates, self._seen = shared["updates"], frozenset(shared["seen"])
         plan = self._agreed_plan(history, target)
-        asked = plan.whole if plan.settings.get("direction") == "vitp" else ()
-        products = self._ranks.reduce(self._grams(history, asked, plan.window))
-        own = {operator: products[operator] for operator in asked if operator in products}
-        rows = _turned_rows(plan, history, own, shared["parameters"], target)
+        asked: Sequence[str] = ()
+        rows: Mapping[str, Sequence[float]] = {}
+        if plan.settings.get("direction") == "vitp":  # on all ranks or none
+            asked = plan.whole
+            parameters = self._ranks.broadcast({"parameters": self._head.parameters.detach()})["parameters"]
+            products = self._ranks.reduce(self._grams(history, asked, plan.window))
+            own = {operator: products[operator] for operator in asked if operator in products}
+            rows = _turned_rows(plan, history, own, parameters, target)
         return self._with_rows(history, self._report(history, target, plan), plan, asked, rows)
 
     def state_dict(self) -> dict[str, Any]:

@@ -213,6 +213,7 @@ class _Pieces:
         except BaseException:
             os.close(self._descriptor)
             raise
+        self._held = 0, 0  # what the buffer holds
         self._hashes: dict[int, str] = {}  # of those that were read, where they are not known
         self._read = 0
 
@@ -227,17 +228,21 @@ class _Pieces:
         path, record = self._path, self._record
         start, end = begin * HASHED_PIECE_BYTES, min(after * HASHED_PIECE_BYTES, record.bytes)
         room = self._buffer[: -(-(end - start) // BLOCK_BYTES) * BLOCK_BYTES]
-        count = read_at(self._descriptor, room, start, end - start)
+        first = self._held[1] if begin == self._held[0] and after >= self._held[1] else begin  # that is not there yet
+        self._held = 0, 0
+        there = (first - begin) * HASHED_PIECE_BYTES
+        count = read_at(self._descriptor, room[there:], start + there, end - start - there)
         self._read += count
-        if count < end - start:
-            raise DamagedFileError(path, f"has {start + count} bytes, {record.bytes} were committed")
-        for index in range(begin, after):
+        if count < end - start - there:
+            raise DamagedFileError(path, f"has {start + there + count} bytes, {record.bytes} were committed")
+        for index in range(first, after):
             piece = room[(index - begin) * HASHED_PIECE_BYTES : min((index + 1) * HASHED_PIECE_BYTES, end) - start]
             found = xxhash.xxh3_64_hexdigest(piece)
             if record.pieces is not None:
                 check_piece(path, record, index, found)
             elif self._hashes.setdefault(index, found) != found:
                 raise DamagedFileError(path, "changes while it is read")
+        self._held = begin, after
         return room[: end - start]
 
     def finish(self) -> int:

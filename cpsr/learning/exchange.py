@@ -96,7 +96,7 @@ class Exchange(Ranks):
             return shared
         plain = {name: value for name, value in shared.items() if not isinstance(value, torch.Tensor)}
         tensors = {name: value for name, value in shared.items() if isinstance(value, torch.Tensor)}
-        numbers: dict[str, Any] = self._group.broadcast(plain)
+        numbers: dict[str, Any] = self._group.broadcast(plain) if plain else {}
         return {**numbers, **{name: self._from_first(value) for name, value in tensors.items()}}
 
     def _from_first(self, value: torch.Tensor) -> torch.Tensor:

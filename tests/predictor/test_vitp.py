@@ -334,7 +334,7 @@ def test_ranks_apply_the_same_coefficients_as_one_would(make_history: MakeHistor
     histories = [until(make_history, part, 16) for part in parts]
     target = ahead(histories[0])
     forecasts = Ranks.together([partial(predictors[rank].forecast, histories[rank], target) for rank in range(2)])
-    assert ranks.calls == [3, 3]  # the weights of the network, the path and the matrices, once each
+    assert ranks.calls == [4, 4]  # what is known, the path, the weights of the network, and the matrices
     # The unsplit run with rank 0's network.
     whole = teach(VITPPredictor(**LINE, direction="vitp", ranks=UNTRAINED), make_history, steps)
     state = whole.state_dict()
