@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cpsr.checkpoint.files import write_bytes
+from cpsr.checkpoint.files import temporary_name
 from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.progress import Progress
 from cpsr.checkpoint.snapshot import Snapshot
@@ -60,7 +60,9 @@ class Attempts:
         same = before.get("checkpoint_iteration") == checkpoint_iteration
         tries = int(before.get("tries", 1)) if same else 0
         attempt = {"checkpoint_iteration": checkpoint_iteration, "error": error, "tries": tries + 1}
-        write_bytes(self._path, json.dumps(attempt).encode("ascii"))
+        written = temporary_name(self._path)
+        written.write_text(json.dumps(attempt), encoding="ascii")
+        written.replace(self._path)  # not forced to disk: a machine that crashes has no dump, and may try once more
 
     def _read(self) -> dict[str, Any]:
         try:

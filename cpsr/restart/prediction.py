@@ -1,6 +1,7 @@
 """Advances an engine from its checkpoint to the step of the failure, by a prediction that is checked on probes."""
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -291,7 +292,7 @@ class StatePrediction:
     def finite(self) -> bool:
         """Whether every weight and moment of every rank is finite; a collective."""
         tensors = (tensor for _, tensor in self._adapter.shard().tensors() if tensor.is_floating_point())
-        return self._group.all(all(bool(torch.isfinite(tensor).all()) for tensor in tensors))
+        return self._group.all(all(map(_is_finite, tensors)))
 
     def judge(
         self, scalars: Scalars, loss_checkpoint: float | None, guard: dict[str, Any], what: str = "predicted state"
@@ -337,6 +338,11 @@ def _refusal(forecast: Forecast, recomputed: int | None) -> str | None:
             f"{expected:.0f} ± {deviation:.0f}"
         )
     return None
+
+
+def _is_finite(values: torch.Tensor) -> bool:
+    """Whether no value is NaN or infinite; one that is reaches the sum, which takes a third of the time."""
+    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
