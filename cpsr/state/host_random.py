@@ -60,6 +60,11 @@ class _Kept(Generic[Generator]):
         read: returns the state, which callers must not change.
         look_at: gives what looks at the memory of a generator.
         draws: of another such generator; each changes its memory, or the memory is not looked at.
+
+    Attributes:
+        state: as it was last read.
+        seen: the memory then; None: it is to be read again.
+        look: at the memory now; None: it does not show the state.
     """
 
     def __init__(
@@ -70,20 +75,18 @@ class _Kept(Generic[Generator]):
         draws: tuple[Generator, list[Callable[[], object]]],
     ) -> None:
         self._read = read
-        self._look: Look = lambda: None
-        self._seen: object = None
-        self._state: Any = None
+        self.look: Look = lambda: None
+        self.seen: object = None
+        self.state: Any = None
         if _HEAD > 0 and _shows_each(look_at(draws[0]), draws[1]):
-            self._look = look_at(generator)
+            self.look = look_at(generator)
 
-    def get(self) -> Any:
-        """The state now."""
-        seen = self._look()
-        if seen is None or seen != self._seen:
-            self._state = self._read()
-            # Another thread may have drawn in between.
-            self._seen = seen if seen is not None and seen == self._look() else None
-        return self._state
+    def read(self, seen: object) -> Any:
+        """The state now, read from the generator, whose memory looked like this."""
+        self.state = self._read()
+        # Another thread may have drawn in between.
+        self.seen = seen if seen is not None and seen == self.look() else None
+        return self.state
 
 
 def _shows_each(look: Look, draws: list[Callable[[], object]]) -> bool:
@@ -108,12 +111,16 @@ def _kept_numpy() -> _Kept[numpy.random.RandomState]:
     return _Kept(shared.__self__, numpy.random.get_state, _look_at_numpy, (other, draws))
 
 
-_python, _numpy = _kept_python(), _kept_numpy()
+_KEPT: dict[str, _Kept[Any]] = {"python": _kept_python(), "numpy": _kept_numpy()}
 
 
 def capture_host_rng() -> dict[str, Any]:
     """Random states of Python, NumPy's global generator and torch on the CPU: plain data, not to be changed."""
-    return {"python": _python.get(), "numpy": _numpy.get(), "torch": torch.default_generator.get_state()}
+    states = {}
+    for name, kept in _KEPT.items():
+        seen = kept.look()
+        states[name] = kept.state if seen is not None and seen == kept.seen else kept.read(seen)
+    return {**states, "torch": torch.default_generator.get_state()}
 
 
 def restore_host_rng(state: dict[str, Any]) -> None:
