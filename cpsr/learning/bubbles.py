@@ -84,9 +84,9 @@ class Bubbles:
     a wait is known by its kind and by its number in the iteration, its *place*. The forecast of a place is a low
     quantile of its recent durations, and no time before enough of them are known.
 
-    The training thread is the one that calls `end_iteration`, and before the first call the one that creates this
-    object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for work that
-    runs in a bubble.
+    The training thread is the one that has called `follow_thread` or `end_iteration` last, and before that the one that
+    creates this object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for
+    work that runs in a bubble.
 
     Attributes:
         known: whether training has ever waited; before that, ends of iterations need not be told.
@@ -107,6 +107,10 @@ class Bubbles:
         self._bubble_seconds = self._used_seconds = self._late_seconds = self._outside_seconds = 0.0
 
     # On the training thread
+
+    def follow_thread(self) -> None:
+        """This is the training thread."""
+        self._thread = threading.get_ident()
 
     def begin(self, place: str) -> None:
         """The training thread begins to wait.
@@ -151,7 +155,7 @@ class Bubbles:
 
     def end_iteration(self) -> None:
         """A step is complete: places are counted from 0 again."""
-        self._thread = threading.get_ident()
+        self.follow_thread()
         with self._changed:
             self._iterations += 1
             self._iteration_forecast_seconds = 0.0
