@@ -168,14 +168,13 @@ def _number(loss: _Loss | None) -> Any:
 
 
 def _mean(losses: list[_Loss]) -> _Loss | None:
-    device = next((loss.device for loss in losses if isinstance(loss, torch.Tensor)), None)
+    """In float32, on the device of those that are on one: a script may log a number beside them."""
     if len(losses) < 2:
         return losses[0] if losses else None
-    if device is None:
-        return sum(map(float, losses)) / len(losses)
-    # A script may log a number beside losses on a GPU.
+    device = next((loss.device for loss in losses if isinstance(loss, torch.Tensor)), torch.device("cpu"))
     own = [
         loss.float() if isinstance(loss, torch.Tensor) else torch.full((), loss, dtype=torch.float32, device=device)
         for loss in losses
     ]
-    return torch.stack(own).mean()
+    mean = torch.stack(own).mean()
+    return mean if mean.is_cuda else mean.item()
