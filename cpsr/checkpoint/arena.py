@@ -41,22 +41,20 @@ class Sealed:
         iteration: of the state.
         size: bytes of the file.
         page: its first page at that time, which changes with every seal: while it is the same, so is the slab.
-        small: it is of use only to whom has the same weights and moments.
     """
 
     path: Path
     iteration: int
     size: int
     page: bytes
-    small: bool = False
 
     @classmethod
-    def at(cls, path: Path, iteration: int, *, small: bool = False) -> "Sealed":
+    def at(cls, path: Path, iteration: int) -> "Sealed":
         """The slab that a file holds now; OSError where it cannot be read."""
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             page = os.pread(descriptor, PAGE_BYTES, 0)
-            return cls(path, iteration, os.fstat(descriptor).st_size, page, small)
+            return cls(path, iteration, os.fstat(descriptor).st_size, page)
         finally:
             os.close(descriptor)
 

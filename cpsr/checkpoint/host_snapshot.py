@@ -126,9 +126,7 @@ class Snapshot:
         disk: whether it is to be written; else it is for host memory alone.
         taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
-        replicate: whether it goes to other machines.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
-        settled: it is sealed, and offered to other machines where it goes there, or never will be.
         encoded: the scalars as `cpsr.state.codec.encode` gives them; None where a device has a part of them.
         place: number of its buffer in the pool.
         hashed: of its buffer, once it is sealed: address of some memory -> its length, and the hashes of its MiB.
@@ -144,9 +142,7 @@ class Snapshot:
     disk: bool = True
     taken_at: Mapping[str, int] = field(default_factory=dict)
     source: int | None = None
-    replicate: bool = True
     sealed: "Future[bool] | None" = None
-    settled: bool = False
     encoded: tuple[Any, dict[str, torch.Tensor]] | None = None
     place: int = -1
     hashed: Mapping[int, tuple[int, bytes]] = field(default_factory=dict)
@@ -161,7 +157,3 @@ class Snapshot:
         """Bytes of what it has copied, and not taken from the snapshot before; once that is complete."""
         operators = {name: one for name, one in self.shard.operators.items() if one.iteration == self.iteration}
         return Shard(operators, self.shard.others).state_bytes
-
-    def is_pending(self) -> bool:
-        """Whether it is still to be sealed, or offered to other machines."""
-        return self.sealed is not None and not self.settled

@@ -91,7 +91,7 @@ class MemoryRing:
         slot.file.pin(self.engine.device)
         return slot
 
-    def next(self, files: int, size: SlabSize, kept: Collection[int | None] = (), before: Slot | None = None) -> Slot:
+    def next(self, files: int, size: SlabSize, kept: Collection[int] = (), before: Slot | None = None) -> Slot:
         """A file to be filled, whose content counts no more: one more, or the one with the oldest content.
 
         Args:
@@ -111,7 +111,7 @@ class MemoryRing:
         slot.file.unseal()
         return slot
 
-    def _oldest(self, kept: Collection[int | None], before: Slot | None) -> int:
+    def _oldest(self, kept: Collection[int], before: Slot | None) -> int:
         """The number of the file with the oldest content; not the file, which would keep its memory."""
         others = [slot for slot in self.slots.values() if slot is not before]
         oldest = min(others, key=lambda slot: (slot.iteration in kept, slot.iteration))

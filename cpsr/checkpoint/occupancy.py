@@ -30,7 +30,6 @@ class _Buffer:
         whole: whether this process has, and every part is of the iteration itself.
         snapshot: that has it.
         seals: how many are under way that write or read it; their snapshots may be released meanwhile.
-        sendings: to how many other machines it is being sent.
     """
 
     name: str
@@ -40,7 +39,6 @@ class _Buffer:
     whole: bool = False
     snapshot: Snapshot | None = None
     seals: int = 0
-    sendings: int = 0
 
     @property
     def is_used(self) -> bool:
@@ -73,21 +71,28 @@ class Occupancy:
     def __init__(self, files: Iterable[tuple[str, Left | None]]) -> None:
         self._buffers = [_Buffer(name, NOTHING if left is None else left.iteration, left) for name, left in files]
         self._lock = threading.RLock()
-        self._replicated_at: int | None = None
+        self._kept: Collection[int] = ()
         self._branch, self._passed = 0, NONE
         self._open: dict[Snapshot, set[str]] = {}  # what each one that is due still waits for
         self._tell: Callable[[Held], None] = lambda held: None
         self._ask: Callable[[int], Held] | None = None
+        self._ordered: Callable[[int], int] = lambda branch: NONE
 
-    def join(self, tell: Callable[[Held], None], ask: Callable[[int], Held]) -> None:
+    def join(
+        self,
+        tell: Callable[[Held], None],
+        ask: Callable[[int], Held],
+        ordered: Callable[[int], int] = lambda branch: NONE,
+    ) -> None:
         """Follow the other ranks, so that all keep a snapshot of one iteration; see `ranks.held`.
 
         Args:
             tell: says what this rank holds; never called twice at once.
             ask: what all ranks hold of a branch.
+            ordered: iteration of the one that all send to other machines, or `NONE`.
         """
         with self._lock:
-            self._tell, self._ask = tell, ask
+            self._tell, self._ask, self._ordered = tell, ask, ordered
             tell(self._held())
 
     def _held(self) -> Held:
@@ -135,18 +140,19 @@ class Occupancy:
         """
         with self._lock:
             standing = self._standing()
+            replicated = {*self._kept, self._ordered(self._branch)} - {NONE}
 
             def worth(buffer: _Buffer) -> tuple[bool, int, bool, tuple[int, ...]]:
-                elsewhere = buffer.sendings > 0 or self._is_replicated(buffer)
                 stands = standing.get(buffer, FREE)
                 age = (-buffer.sealed,) if stands == OPEN else buffer.age  # the oldest of these is common elsewhere
-                return buffer.name in spare, stands, elsewhere, age
+                return buffer.name in spare, stands, buffer.sealed in replicated, age
 
             kept = standing if keep_newest else ()
             free = [buffer for buffer in self._buffers if not buffer.is_used and buffer not in kept]
             buffer = min(free, key=worth, default=None)
-            if buffer is not None and OPEN in {standing[one] for one in kept} and self._is_replicated(buffer):
-                buffer = None  # the peers' counterpart stays: another buffer is free once the other ranks have sealed
+            is_replicated = buffer is not None and buffer.sealed in replicated
+            if is_replicated and OPEN in {standing[one] for one in kept}:
+                buffer = None  # another one is free once the other ranks have sealed
             if buffer is None:
                 if due:
                     self.skip(iteration)
@@ -158,9 +164,6 @@ class Occupancy:
                 self._open[buffer.snapshot] = {COPIED, SEALED}
             self._tell(self._held())
             return buffer.snapshot
-
-    def _is_replicated(self, buffer: _Buffer) -> bool:
-        return buffer.sealed >= 0 and buffer.sealed == self._replicated_at
 
     def _standing(self) -> dict[_Buffer, int]:
         """The buffers whose states a restart may need, and what stands in the way of each."""
@@ -259,21 +262,7 @@ class Occupancy:
                 if buffer.left is not None:
                     buffer.forget()
 
-    def begin_sending(self, name: str) -> bool:
-        """Overwrite this file's state last while it is sent; False where another one is sent already."""
+    def keep(self, iterations: Collection[int]) -> None:
+        """Overwrite states of these last: after the loss of a machine they go with those that others have."""
         with self._lock:
-            buffer = next((one for one in self._buffers if one.name == name), None)
-            if buffer is None or any(one.sendings for one in self._buffers if one is not buffer):
-                return False
-            buffer.sendings += 1
-        return True
-
-    def end_sending(self, name: str) -> None:
-        """Undo `begin_sending`."""
-        with self._lock:
-            next(one for one in self._buffers if one.name == name).sendings -= 1
-
-    def replicated(self, iteration: int | None) -> None:
-        """Other machines have this state of every rank: with this rank's own it is overwritten last, until the next."""
-        with self._lock:
-            self._replicated_at = iteration
+            self._kept = iterations

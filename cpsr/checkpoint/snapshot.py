@@ -55,8 +55,7 @@ class SnapshotPool:
         steps: of the device.
         occupancy: which snapshot has which buffer.
         obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
-        on_sealed: called with the file of each snapshot that counts from now on, and that is to be replicated; in the
-            engine's thread.
+        on_sealed: called with file and iteration of each snapshot that counts from now on; in the engine's thread.
         on_counting: called for each snapshot that counts from now on; likewise.
 
     Raises:
@@ -78,7 +77,7 @@ class SnapshotPool:
         files = [buffer.memory for buffer in self._buffers]
         self.occupancy = Occupancy(("", None) if file is None else (file.path.name, file.left) for file in files)
         self.engine.hashes &= self.survives  # else nobody asks for the hashes
-        self.on_sealed: Callable[[Path, Snapshot], None] | None = None
+        self.on_sealed: Callable[[Path, int], None] | None = None
         self.on_counting: Callable[[], None] = lambda: None
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
@@ -104,7 +103,6 @@ class SnapshotPool:
         contents: Contents = WHOLE,
         *,
         disk: bool = True,
-        replicate: bool = True,
     ) -> Snapshot | None:
         """Start to copy the state; weights and moments should not change before `finish`.
 
@@ -118,7 +116,6 @@ class SnapshotPool:
             contents: what is copied of each operator, and where on the disk it is written.
             disk: whether it will be written; a snapshot for host memory alone overwrites no state that a restart may
                 need.
-            replicate: whether it is offered to the peers.
 
         Returns:
             The incomplete snapshot; None when no buffer is free: skip it.
@@ -138,7 +135,6 @@ class SnapshotPool:
             if snapshot is None:
                 return None
             snapshot.contents, snapshot.disk = contents, disk
-            snapshot.replicate = replicate and self.on_sealed is not None
             try:
                 self._start(snapshot, shard, small)
             except BaseException:
@@ -155,14 +151,12 @@ class SnapshotPool:
         snapshot.shard, snapshot.scalars = partial(buffer.shard_of_parts, snapshot.taken_at), small.tree
         snapshot.encoded = small.encoded
         plan = partial(self._plan, snapshot, shard)
-        early = not snapshot.replicate  # what another machine has got cannot be taken back
         copy = self.engine.start(
             plan,
             small,
             shard,
             snapshot.copied_parts,
             thorough=snapshot.disk,
-            early=early,
             on_disturbed=partial(self._unseal, snapshot),
         )
         self._running = snapshot, copy
@@ -262,14 +256,13 @@ class SnapshotPool:
             self._newest = None
             buffer.held.overwrite(buffer.held.parts.names)  # its iteration may be tried again
         elif kind != "departure":
-            if snapshot.replicate and self.on_sealed is not None and buffer.memory is not None:
+            if self.on_sealed is not None and buffer.memory is not None:
                 try:
-                    self.on_sealed(buffer.memory.path, snapshot)
+                    self.on_sealed(buffer.memory.path, snapshot.iteration)
                 except Exception as error:  # noqa: BLE001 - other machines lack it; this one has it
                     logger.warning("iteration %d is not replicated: %s", snapshot.iteration, error)
             self.on_counting()
         self.occupancy.end_seal(snapshot, sealed=counts)
-        snapshot.settled = True
 
     def mark_boundary(self) -> torch.cuda.Event | None:
         """Keep, at a step boundary, the values for `dump` that the next forward changes. On the training thread.

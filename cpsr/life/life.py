@@ -25,7 +25,6 @@ from cpsr.planner.plan import Plan
 from cpsr.ranks.agreement import Agreement, Intervals
 from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import undisturbed
-from cpsr.ranks.group import Ballot, Votes
 from cpsr.ranks.proposals import Act, Proposal
 from cpsr.restart.restore import Restorer
 from cpsr.restart.restored_state import Restored
@@ -69,7 +68,6 @@ class Life:
     leaving: Leaving
     board: Board
     agreement: Agreement
-    votes: Votes
     rehearsed: Rehearsed | None
 
     def __init__(self, loop: Loop, config: CPSRConfig) -> None:
@@ -240,7 +238,7 @@ class Life:
 
     def _next_look(self, iteration: int) -> int:
         """The iteration from which on something is due. What is a collective begins there, on all ranks together."""
-        each = self.probation.active, self.loop.warnings.learns, self.memory.replicates, self.rehearsed is not None
+        each = self.probation.active, self.loop.warnings.learns, self.rehearsed is not None
         if self.memory.windows is not None or any(each):
             return iteration + 1
         first_plan = self.restored.restored_iteration + FIRST_PLAN_ITERATIONS
@@ -293,10 +291,6 @@ class Life:
 
     def _agree(self, iteration: int) -> bool:
         """Carry out what all ranks do at the end of this step; returns whether they leave."""
-        if self.memory.replicates:
-            turns = self.saver.memory.turns
-            flags = self.votes.exchange(Ballot(*turns.ballot()))
-            turns.read(iteration, flags.busy, flags.missing)
         leaves = self.rehearsed is not None and self.rehearsed.after_step(iteration)
         if self.stop.made:
             self.agreement.ring()
@@ -457,7 +451,6 @@ class Life:
             self.leaving.raise_leave()
         try:
             self.loop.tail.finish(ended=True)  # may leave, after a SIGTERM in the last step
-            self.votes.finish()
             self.job.group.end(self.job.adapter.iteration)  # a dead rank raises here and not in the last save
         except BaseException as failure:
             if not self.leaving.left:
@@ -483,7 +476,6 @@ class Life:
 
     def _end_left(self) -> None:
         self.leaving.announce()
-        self.votes.finish()
         self.ending.how = "sigterm"
         self._end_unfinished_probation()
 

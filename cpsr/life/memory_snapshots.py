@@ -13,96 +13,15 @@ from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.job import Job
 from cpsr.life.policies import Whole
 from cpsr.peers.host_memory import HostMemory
+from cpsr.ranks.sends import Sender
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
     from cpsr.planner.live.job_planner import JobPlanner
 
-__all__ = ["MemorySnapshots", "Turns"]
+__all__ = ["MemorySnapshots"]
 
 STALLS = 1000  # that are remembered
 MEASURED_ITERATIONS = 10  # of a life: then enough copies were measured, and the first checkpoint may be far away
-
-
-class Turns:
-    """Follows the ranks' votes on whether links to peers are free.
-
-    After the loss of a machine a restart needs one iteration of which every rank has a state, in its own memory or on
-    another machine. Ranks that send whichever is newest when a link is free may have none in common. All ranks read the
-    same vote before the same step, and so decide alike. Each rank keeps the newest state that the peers have in full
-    until they have the next: if a machine is lost, the others restart from it.
-
-    Args:
-        sending: whether a replica of this rank's is under way.
-        has_arrived: whether the peers have this rank's state of an iteration.
-        keep: called with the iteration of the newest state that the peers have in full, None where they have none.
-        iteration: of the state that this life begins with.
-    """
-
-    def __init__(
-        self,
-        sending: Callable[[], bool],
-        has_arrived: Callable[[int], bool],
-        keep: Callable[[int | None], None],
-        iteration: int = 0,
-    ) -> None:
-        self._sending, self._has_arrived, self._keep = sending, has_arrived, keep
-        self._cast_at = self._read_at = -1  # iterations of the votes
-        self._busy = False
-        self._sent_at = -2
-        self._sent: tuple[int, int, Callable[[], bool]] | None = None
-        keep(iteration)  # what the peers have of the life before
-
-    def ballot(self) -> tuple[bool, bool]:
-        """Whether one of this rank's links is busy or will be, and its newest replica is missing.
-
-        A holder may have refused or dropped what it was sent.
-        """
-        # In this order: a state that is sealed meanwhile is seen on its link.
-        busy = (self._sent is not None and self._sent[2]()) or self._sending()
-        begun = self._sent is not None and self._sent[0] == self._sent_at
-        missing = self._sent is None or not begun or not self._has_arrived(self._sent[1])
-        return busy, missing
-
-    def sent(self, iteration: int, pending: Callable[[], bool], held: int | None = None) -> None:
-        """This one goes to the peers.
-
-        Args:
-            iteration: as given to `may_send`.
-            pending: whether it has still to be sealed and offered.
-            held: iteration of the state, if it is another: a window's first, or a later one where a batch repeats.
-        """
-        self._sent = iteration, iteration if held is None else held, pending
-
-    def read(self, iteration: int, busy: bool, missing: bool) -> None:
-        """A ballot was cast after this iteration, and the result of the one before is here.
-
-        Args:
-            iteration: the finished one.
-            busy: whether any rank's link was busy.
-            missing: whether any rank's newest replica was missing.
-        """
-        self._read_at, self._cast_at = self._cast_at, iteration
-        self._busy = busy
-        if not busy and not missing and self._sent is not None and self._sent[0] == self._sent_at < self._read_at:
-            self._keep(self._sent[1])
-
-    def restart(self) -> None:
-        """The run has gone back: votes of later iterations say nothing about those that come again."""
-        self._cast_at = self._read_at = -1
-        self._sent_at = -2
-        self._keep(None)
-
-    def may_send(self, iteration: int, *, always: bool = False) -> bool:
-        """Whether the state of this iteration goes to the peers; every rank asks for the same iterations.
-
-        Args:
-            iteration: of the snapshot, or the last of a window.
-            always: also if a link is busy; it then waits for its turn. For checkpoints, of which there are few.
-        """
-        if not always and (self._busy or self._sent_at >= self._read_at):
-            return False
-        self._sent_at = iteration
-        return True
 
 
 class MemorySnapshots:
@@ -115,7 +34,6 @@ class MemorySnapshots:
         policy: decides what a whole one copies.
 
     Attributes:
-        turns: which of them all ranks take and send.
         taken: number of snapshots that are complete.
         skipped: number of due ones that this rank has not taken, because it had no buffer free.
         stalls_seconds: how long the newest ones have kept the training thread from its work, each.
@@ -132,20 +50,19 @@ class MemorySnapshots:
     ) -> None:
         self._job, self._pool, self._windows, self._planner = job, memory.pool, memory.windows, planner
         self._policy, self._capture, self._last = policy, capture, iteration
-        self._survives = memory.survives
-        keep = self._pool.occupancy.replicated if self._windows is None else self._windows.recorder.replicated
-        links = memory.links
-        self.turns = Turns(
-            lambda: any(link.busy for link in links),
-            lambda iteration: all(link.has_arrived(iteration) for link in links),
-            keep,
-            iteration,
-        )
+        self._survives, self._links, self._send = memory.survives, memory.links, memory.send
+        self._sender: Sender | None = None  # nothing is sent
         self.taken = self.skipped = 0
         self.stalls_seconds: deque[float] = deque(maxlen=STALLS)
         self._failed = False
         self._ended = 0
         planner.note_window(None if self._windows is None else self._windows.iterations)
+
+    def send_by(self, sender: Sender) -> None:
+        """Send what all ranks send, to the peers; these have the state of the life before that this one begins with."""
+        keep = self._pool.occupancy.keep if self._windows is None else self._windows.recorder.keep
+        sender.open(self._links, keep, self._last, None if self._windows is not None else self._send)
+        self._sender = sender
 
     # Right after a step, at the same place on all ranks
 
@@ -161,7 +78,7 @@ class MemorySnapshots:
         if due_at is None or iteration < due_at:
             return None
         self._last = iteration
-        return partial(self._begin, iteration, self._policy.due_in_memory(), self.turns.may_send(iteration))
+        return partial(self._begin, self._policy.due_in_memory())
 
     def due_at(self, interval_iterations: int | None) -> int | None:
         """The iteration of the next whole snapshot; None: none are taken."""
@@ -185,18 +102,17 @@ class MemorySnapshots:
             self._planner.note_window(windows.iterations)
 
         def capture_part() -> None:
-            may_send = partial(self.turns.may_send, iteration)
+            sender = self._sender
+            may_send = (lambda: False) if sender is None else sender.may_send
             sent = windows.capture(iteration, self._capture, may_send, may_begin=not between_steps())
-            if sent is not None:
-                self.turns.sent(iteration, sent.is_pending, sent.first)
+            if sender is not None and sent is not None:
+                sender.sent(sent.first, sent.is_pending)
 
         return capture_part
 
-    def at_checkpoint(self, iteration: int) -> bool:
-        """A checkpoint of this iteration begins, from which all ranks count; returns whether the peers get it."""
+    def at_checkpoint(self, iteration: int) -> None:
+        """A checkpoint of this iteration begins, from which all ranks count."""
         self._last = iteration
-        # With windows these go to the peers instead: checkpoints are on the disk.
-        return self._windows is None and self.turns.may_send(iteration, always=True)
 
     def after_checkpoint(self, iteration: int) -> None:
         """Find the number of iterations of later windows anew, and the order of their experts; a collective."""
@@ -207,11 +123,11 @@ class MemorySnapshots:
 
     # The copy
 
-    def _begin(self, due: int, contents: Contents, replicate: bool) -> None:
+    def _begin(self, contents: Contents) -> None:
         started, iteration = time.perf_counter(), self._job.adapter.iteration  # later than due where a batch repeats
         try:
             shard = self._job.adapter.shard()
-            snapshot = self._pool.begin(shard, iteration, self._capture(), contents, disk=False, replicate=replicate)
+            snapshot = self._pool.begin(shard, iteration, self._capture(), contents, disk=False)
         except (SaveError, UnsupportedEngineError) as error:
             self._pool.occupancy.skip(iteration)
             self.failed(iteration, error)
@@ -219,8 +135,6 @@ class MemorySnapshots:
         if snapshot is None:
             self._skip(iteration)
             return
-        if replicate:
-            self.turns.sent(due, snapshot.is_pending, iteration)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:
@@ -238,7 +152,8 @@ class MemorySnapshots:
     def restart(self, iteration: int) -> None:
         """The run has gone back to this iteration."""
         self._last = iteration
-        self.turns.restart()
+        if self._sender is not None:
+            self._sender.restart()
 
     # Reports
 

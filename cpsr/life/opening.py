@@ -212,8 +212,11 @@ def _start_training(life: "Life", store: CheckpointStore, opened: ExitStack) -> 
     life.agreement = Agreement(job.group, life.board, lambda: life.stop.made, life.propose_plan)
     opened.callback(life.agreement.close)
     if job.group.size > 1:
-        life.memory.pool.occupancy.join(life.agreement.hold, life.agreement.held)
-    life.votes, asked = job.group.votes(), rehearsed()
+        agreement = life.agreement
+        life.memory.pool.occupancy.join(agreement.hold, agreement.held, agreement.ordered)
+    if life.memory.replicates:
+        life.saver.memory.send_by(life.agreement.sender)
+    asked = rehearsed()
     life.rehearsed = None if asked is None else Rehearsed(asked, job)
     life.leaving = Leaving(job, life.ending, life.stop, loop, life.boundary, life.saver, life.witnessing)
 

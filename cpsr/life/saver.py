@@ -160,7 +160,7 @@ class Saver:
     def _begin(self, iteration: int, contents: Contents) -> None:
         started = time.perf_counter()
         self._last_due = iteration
-        replicate = self.memory.at_checkpoint(iteration)  # also where this rank alone has no buffer
+        self.memory.at_checkpoint(iteration)  # also where this rank alone has no buffer
         self._planner.times.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
         try:
@@ -169,7 +169,7 @@ class Saver:
             small = replace(self._loop.state.capture(), planning=planning, experts=self._policy.state_dict())
             captured = small.to_tree()
             self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
-            snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents, replicate=replicate)
+            snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents)
         except (SaveError, UnsupportedEngineError) as error:
             self.pool.occupancy.skip(iteration)
             self._skip(iteration, error)
@@ -178,8 +178,6 @@ class Saver:
             self._policy.saved(None)
             self._writer.skip(iteration, "no host buffer is free: the disk is still writing earlier checkpoints")
             return
-        if replicate:
-            self.memory.turns.sent(iteration, snapshot.is_pending)
         snapshot.stall_seconds = time.perf_counter() - started
 
     def finish(self) -> None:

@@ -4,12 +4,13 @@ import hashlib
 import logging
 from pathlib import Path
 
+from cpsr.checkpoint.arena import Sealed
+from cpsr.checkpoint.assemble import wanted_of
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import newest_checkpoint
 from cpsr.checkpoint.manifest import RankManifest, slab_name
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_states import owned_word
-from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.checkpoint.memory_states import MemoryState, OpenState, describe, fill
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
@@ -36,26 +37,37 @@ class SmallStates:
         files = memory.files([f"small-{number}" for number in range(FILES)], slab_size(others))
         self._files = [(file, HostBuffer(others, pinned=False, memory=file)) for file in files]
 
-    def seal(self, snapshot: Snapshot) -> Path:
+    def seal(self, whole: Sealed) -> Sealed:
         """Copy a snapshot's buffers and scalars into a file, with a hash of the weights and moments that go with them.
 
         By the hash a restart verifies that another rank's weights and moments are the same.
 
         Raises:
-            SaveError, OSError: the snapshot's buffers are others than the template's, or shared memory is full.
+            CheckpointError: the snapshot is not there any more, or damaged.
+            SaveError, OSError: shared memory is full.
         """
-        file, buffer = self._files[0]
+        (file, buffer), iteration = self._files[0], whole.iteration
         self._files.reverse()
         file.unseal()
-        buffer.copy_others(snapshot.shard)
-        small, iteration = buffer.shard_at(snapshot.iteration), snapshot.iteration
-        file.seal("small", small, iteration, snapshot.scalars, owned=owned_word(snapshot.shard))
-        return file.path
+        small = buffer.shard_at(iteration)
+        with OpenState(_described(whole)) as slab:
+            fill([slab], wanted_of(small))
+            scalars, word = slab.scalars(), slab.owned_word()
+        _described(whole)  # after all was read
+        file.seal("small", small, iteration, scalars, owned=word)
+        return Sealed.at(file.path, iteration)
 
     def close(self, *, remove: bool) -> None:
         """Let the files go; see `MemoryFile.close`."""
         for file, _ in self._files:
             file.close(remove=remove)
+
+
+def _described(whole: Sealed) -> MemoryState:
+    found = describe(whole.path)
+    if found is None or Sealed.at(whole.path, whole.iteration) != whole:
+        raise CheckpointError(f"{whole.path.name} was overwritten before it was sent")
+    return found
 
 
 def fingerprint(shard: Shard) -> str:

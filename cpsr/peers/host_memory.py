@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_owners import copied_from, free_orphans, mark_owner, remove_unused
@@ -86,6 +86,7 @@ class HostMemory:
         buffers = _buffers(job) if memory is not None else host_buffers(config)
         self.pool = SnapshotPool(shard, buffers, memory, units)
         self._replicator: Replicator | None = None
+        self._images: dict[Path, Sealed] = {}  # of this branch, by the file that each was in
         problem = self.pool.shared_memory_problem
         if problem is not None:
             report(
@@ -111,7 +112,6 @@ class HostMemory:
             assert memory is not None
             self._replicator = Replicator(
                 memory,
-                self.pool.occupancy,
                 group,
                 job.adapter.data_parallel_ranks,
                 shard,
@@ -122,7 +122,7 @@ class HostMemory:
                 bytes_to_come=0 if self.windows is None else self.windows.bytes_to_come,
             )
             if self.windows is None:
-                self.pool.on_sealed = self._replicator.offer
+                self.pool.on_sealed = self._note_sealed
         self.replicates = self._replicator is not None and len(run.local_ranks) < group.size
 
     def after_step(self, iteration: int) -> None:
@@ -187,7 +187,7 @@ class HostMemory:
             if self._rank == 0:
                 self._mark_held()
             if self._replicator is not None:  # replicas of the life before are void from now on
-                self._replicator.offer_window(*self._adopted)
+                self._replicator.offer(Sealed.at(*self._adopted))
         if self.windows is not None:
             self.windows.start()
 
@@ -202,17 +202,30 @@ class HostMemory:
             self.windows.forget()
         self.pool.occupancy.rewind(iteration)
         self._sealed, self._marked = 0, False
-        if self._memory is not None:
-            self._memory.branch += 1
+        self._images.clear()
         if self._replicator is not None:
             self._replicator.forget()
+        if self._memory is not None:
+            self._memory.branch += 1
+
+    def _note_sealed(self, path: Path, iteration: int) -> None:
+        """A snapshot is sealed; in the engine's thread."""
+        self._images[path] = Sealed.at(path, iteration)
+
+    def send(self, iteration: int) -> bool:
+        """Begin to send this rank's snapshot of an iteration of this branch to the peers; whether it is there."""
+        found = next((image for image in list(self._images.values()) if image.iteration == iteration), None)
+        if found is None or self._replicator is None:
+            return False
+        self._replicator.offer(found)
+        return True
 
     def _follow_window(self, path: Path, iteration: int, *, send: bool) -> None:
         """A window is sealed; in its worker."""
         if self._rank == 0:
             self._count_sealed()
         if send and self._replicator is not None:
-            self._replicator.offer_window(path, iteration)
+            self._replicator.offer(Sealed.at(path, iteration))
 
     def _note_common(self) -> None:
         """Record that every rank has a state of this branch, once rank 0 knows that (rank 0)."""

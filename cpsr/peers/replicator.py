@@ -12,8 +12,6 @@ from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import REPLICAS
-from cpsr.checkpoint.occupancy import Occupancy
-from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint
@@ -40,10 +38,10 @@ class Outgoing:
         arena: of this machine.
         rank: this one.
         report: records an event.
-        is_twin: whether a small state is of use to the holder.
-        occupancy: of this rank's buffers: one that is sent is overwritten last.
+        form: what the holder gets of a state.
 
     Attributes:
+        kept: iteration of the state that the holder keeps until another one is complete on all machines.
         on_replica: called with the seconds from the offer of a state until the holder had it.
     """
 
@@ -53,15 +51,16 @@ class Outgoing:
         arena: Arena,
         rank: int,
         report: Report,
-        is_twin: Callable[[], bool],
-        occupancy: Occupancy,
+        form: Callable[[Sealed], Sealed],
     ) -> None:
         self._channel, self._rank = channel, rank
-        self._report, self._is_twin, self._occupancy = report, is_twin, occupancy
+        self._report, self._form = report, form
         self.on_replica: Callable[[float], None] = lambda seconds: None
         self.peer = channel.peer
         self._names = _slots(arena, rank, self.peer)
         self._sorted = False  # the next to be overwritten first
+        self._holds: dict[str, int] = {}  # iteration of what lies there, of this branch of the life
+        self.kept: int | None = None
         self._offered: tuple[Sealed, float] | None = None  # the state that waits, and since when
         self._newest: Sealed | None = None  # of all that were offered since the run last went back
         self._arrived: Sealed | None = None
@@ -92,7 +91,8 @@ class Outgoing:
     def forget(self) -> None:
         """Nothing that was offered counts any more, and what waits is not sent."""
         with self._changed:
-            self._offered = self._newest = None
+            self._offered = self._newest = self.kept = None
+            self._holds = {}
 
     def end(self, *, announced: bool) -> None:
         """Send nothing more, but that this is the end where it is announced."""
@@ -132,17 +132,17 @@ class Outgoing:
             return offered
 
     def _send(self, state: Sealed, offered_at: float) -> None:
-        """Send a state, whose buffer is overwritten last meanwhile; one that cannot be read or kept is dropped."""
-        if state.small and not self._is_twin():
-            return
+        """Send a state; one that cannot be read or kept is dropped."""
         if not self._sorted:  # once: what is there of the life before
             ages = {one.name: (one.life, one.branch, one.iteration) for one in self._place.list(self._rank)}
             self._names.sort(key=lambda name: ages.get(name, (-1, -1, -1)))
+            self._holds[self._names[-1]] = ages.get(self._names[-1], (-1,))[-1]
             self._sorted = True
-        reserved = self._occupancy.begin_sending(state.path.name)
+        name = next(name for name in self._names if self.kept is None or self._holds.get(name) != self.kept)
+        self._holds.pop(name, None)
         try:
-            self._place.put(self._names[0], state)
-        except (CheckpointError, OSError) as error:
+            self._place.put(name, self._form(state))
+        except (CheckpointError, SaveError, OSError) as error:
             why = re.sub(r"\d+", "", str(error))
             if not self._stop.is_set() and why not in self._reported:
                 self._reported.add(why)
@@ -152,10 +152,12 @@ class Outgoing:
                 )
                 self._report("replica dropped", message, state.iteration, logging.WARNING)
             return
-        finally:
-            if reserved:
-                self._occupancy.end_sending(state.path.name)
-        self._names.reverse()
+        if self._names[0] == name:
+            self._names.reverse()
+        with self._changed:
+            if self._newest is not None:  # else the run has gone back
+                self._holds = {one: at for one, at in self._holds.items() if at != state.iteration}
+                self._holds[name] = state.iteration
         self._arrived = state
         self.on_replica(time.monotonic() - offered_at)
 
@@ -221,7 +223,6 @@ class Replicator:
 
     Args:
         memory: shared memory of this rank's snapshots.
-        occupancy: which buffer there has which snapshot.
         group: the ranks.
         data_parallel_ranks: this rank's data-parallel group, itself included.
         template: the shard whose keys, shapes and dtypes every snapshot has.
@@ -240,7 +241,6 @@ class Replicator:
     def __init__(
         self,
         memory: SharedMemory,
-        occupancy: Occupancy,
         group: Group,
         data_parallel_ranks: Sequence[int],
         template: Shard,
@@ -269,6 +269,9 @@ class Replicator:
         if own.bytes_within < own.bytes_beyond:
             self._takes_small = {holder for holder in holders if members[holder].group == own.group}
         self._small = self._small_states(memory, template)
+        self._forming = threading.Lock()
+        self._offered: Sealed | None = None  # last
+        self._formed: tuple[Sealed, Sealed] | None = None  # the last that was formed, and its small state
 
         def channel(peer: int, *, serves: bool) -> Channel:  # one for each thread
             return Channel(self._groups[peer], peer, timeout_seconds, serves=serves)
@@ -276,39 +279,37 @@ class Replicator:
         self._incoming = [Incoming(channel(owner, serves=True), self._arena, report) for owner in owners]
         own_state = self._arena, self._rank, report
         self.outgoing = [
-            Outgoing(channel(holder, serves=False), *own_state, partial(self._is_twin, holder), occupancy)
-            for holder in holders
+            Outgoing(channel(holder, serves=False), *own_state, partial(self._form, holder)) for holder in holders
         ]
         self._wait_seconds = timeout_seconds + CLOSE_SECONDS
 
-    def offer(self, file: Path, snapshot: Snapshot) -> None:
-        """Replicate a whole snapshot that was sealed in this file; returns soon, from any thread.
+    def offer(self, state: Sealed) -> None:
+        """Replicate a state that was sealed here; returns soon, from any thread.
 
-        Whatever overwrites the file later need not wait: the replica is then dropped.
+        Whatever overwrites its file later need not wait: the replica is then dropped.
         """
-        self._offer(file, f"the snapshot of iteration {snapshot.iteration}", snapshot.iteration, snapshot)
-
-    def offer_window(self, file: Path, iteration: int) -> None:
-        """Replicate the whole window from this iteration on that was sealed in this file; as `offer`."""
-        self._offer(file, f"the window that begins at iteration {iteration}", iteration)
-
-    def _offer(self, file: Path, name: str, iteration: int, snapshot: Snapshot | None = None) -> None:
-        if not self.outgoing:
-            return
-        try:
-            whole, small = Sealed.at(file, iteration), None
-            if snapshot is not None and self._small is not None and self._takes_small:
-                small = Sealed.at(self._small.seal(snapshot), iteration, small=True)
-        except (SaveError, OSError) as error:
-            self._report("not replicated", f"{name} is not replicated: {error}", iteration, logging.WARNING)
-            return
+        with self._forming:
+            self._offered = state
         for outgoing in self.outgoing:
-            outgoing.offer(small if small is not None and outgoing.peer in self._takes_small else whole)
+            outgoing.offer(state)
 
     def forget(self) -> None:
         """The run has gone back: by their branch, what the holders have counts no more."""
+        with self._forming:  # what is being sealed has the branch of before
+            self._offered = self._formed = None
         for outgoing in self.outgoing:
             outgoing.forget()
+
+    def _form(self, holder: int, state: Sealed) -> Sealed:
+        """What a holder gets of a state: all, or what it lacks; by its thread, before it sends it."""
+        if self._small is None or holder not in self._takes_small or not self._is_twin(holder):
+            return state
+        with self._forming:
+            if self._offered is not state:
+                raise CheckpointError("the run has gone back")
+            if self._formed is None or self._formed[0] is not state:
+                self._formed = state, self._small.seal(state)
+            return self._formed[1]
 
     def held(self, *holders: int) -> list[str]:
         """Names of the replicas that these ranks hold in this life."""
@@ -349,7 +350,7 @@ class Replicator:
             return None
 
     def _is_twin(self, holder: int) -> bool:
-        """Whether a small state is of use to that rank; by each holder's thread before it sends one."""
+        """Whether a small state is of use to that rank."""
         words = committed_words(self._checkpoints, self._rank, holder)
         if words is None or words[0] == words[1]:
             return True
@@ -357,7 +358,7 @@ class Replicator:
             self._takes_small.remove(holder)
             message = (
                 f"ranks {self._rank} and {holder} are of one data-parallel group and have committed different weights "
-                f"or moments: rank {holder} is sent whole states of this rank from the next snapshot on. Where they "
+                f"or moments: rank {holder} is sent whole states of this rank from now on. Where they "
                 "train one model, it has come apart: look for a step that is not averaged over them"
             )
             self._report("not alike", message, None, logging.WARNING)

@@ -1,9 +1,10 @@
 """All ranks do what changes their work at the end of the same step, without a collective; see `proposals`.
 
-The same thread passes on what ranks hold in memory; see `held`.
+The same thread passes on what ranks hold in memory, and what they send to other machines; see `held` and `sends`.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -13,8 +14,9 @@ from cpsr.errors import UnevenRanksError
 from cpsr.ranks.board import Board
 from cpsr.ranks.exchange import Exchange
 from cpsr.ranks.group import ATTENDANCE_SECONDS, Group
-from cpsr.ranks.held import Held
-from cpsr.ranks.proposals import NEVER, Act, Coordinator, Ended, Member, Proposal, State
+from cpsr.ranks.held import NONE, Held
+from cpsr.ranks.proposals import NEVER, Act, Coordinator, Ended, Member, Proposal, Report, State
+from cpsr.ranks.sends import Orders, Sender
 
 __all__ = ["Agreement"]
 
@@ -47,6 +49,9 @@ class Agreement:
         board: of this machine.
         stops: whether this rank was asked to leave.
         plan: new intervals, once; None: as they are. Rank 0 asks, on either thread.
+
+    Attributes:
+        sender: which snapshots this rank sends, as all do; open it where it sends any.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Agreement:
     ) -> None:
         self._group, self._stops, self._plan = group, stops, plan
         self._member, self._machines = Member(), len(board.machines)
+        self.sender = Sender(lambda: self._member.steps)
         self._attendance = group.attendance
         self._looked_at = 0.0
         self._intervals: Intervals | None = None  # not agreed on yet (rank 0)
@@ -67,7 +73,7 @@ class Agreement:
             return
         self._exchange = Exchange(group, board)
         self._bell = self._exchange.bell
-        self._coordinator = Coordinator() if group.rank == 0 else None
+        self._coordinator, self._orders = Coordinator() if group.rank == 0 else None, Orders()
         self._counts: deque[tuple[float, int]] = deque(maxlen=PACES)
         self._news_at = 0.0
         self._all_hold = Held()
@@ -156,6 +162,12 @@ class Agreement:
         assert self._exchange is not None
         return self._exchange.held(branch)
 
+    def ordered(self, branch: int) -> int:
+        """Iteration of the snapshot of a branch that all ranks send; `NONE`: none, as far as this one knows."""
+        assert self._exchange is not None
+        order = self._exchange.order()
+        return NONE if order is None or order.branch != branch else order.at
+
     # Its own thread
 
     def _run(self, exchange: Exchange) -> None:
@@ -167,7 +179,7 @@ class Agreement:
                     self._news_at = time.monotonic()
                 if self._closes:
                     return
-                self._look(exchange)
+                self._look(exchange, busy_seconds)
         except Exception:
             logger.exception("rank %d agrees on nothing more: SIGTERM and new plans have no effect", self._group.rank)
 
@@ -182,17 +194,19 @@ class Agreement:
         words_seconds = (self._held[-1] - self._held[0]) / (HELD_TIMES - 1)
         return min(IDLE_SECONDS, max(least, words_seconds / LOOKS_PER_WORD))
 
-    def _look(self, exchange: Exchange) -> None:
-        """Hear, answer, report; on rank 0 also propose."""
+    def _look(self, exchange: Exchange, busy_seconds: float) -> None:
+        """Hear, answer, report; on rank 0 also order and propose."""
         member = self._member
         if self._attendance is not None:
             member.ended = Ended[self._attendance.ended.upper()]
         exchange.relay()
         self._hear(exchange.hear())
-        exchange.report(member.report(stop=self._stops()))
-        if self._coordinator is not None and self._coordinate(exchange, self._coordinator):
+        if (order := exchange.order()) is not None:
+            self.sender.hear(order)
+        exchange.report(member.report(stop=self._stops(), sent=self.sender.report()))
+        if self._coordinator is not None and self._coordinate(exchange, self._coordinator, busy_seconds):
             self._hear(self._coordinator.newest)
-            exchange.report(member.report(stop=self._stops()))
+            exchange.report(member.report(stop=self._stops(), sent=self.sender.report()))
 
     def _hear(self, proposal: Proposal | None) -> None:
         if proposal is None:
@@ -202,17 +216,31 @@ class Agreement:
                 self._news_at = time.monotonic()
                 self._heard.notify_all()
 
-    def _coordinate(self, exchange: Exchange, coordinator: Coordinator) -> bool:
-        """Whether rank 0 says something new."""
-        found, now, before = exchange.collect(), time.monotonic(), (coordinator.newest, self._all_hold)
-        if not self._counts or now - self._counts[-1][0] > PACE_SECONDS:
-            self._counts.append((now, self._member.steps))
+    def _coordinate(self, exchange: Exchange, coordinator: Coordinator, busy_seconds: float) -> bool:
+        """Whether rank 0 proposes something new."""
+        found, proposal, before = exchange.collect(), coordinator.newest, (self._orders.newest, self._all_hold)
         if found is None:
             return False
         report, self._all_hold = found
+        self._decide(coordinator, report, busy_seconds)
+        is_new = coordinator.newest != proposal
+        if is_new or (self._orders.newest, self._all_hold) != before:
+            exchange.say(coordinator.newest, self._orders.newest, self._all_hold)
+        if is_new:
+            exchange.ring()
+        return is_new
+
+    def _decide(self, coordinator: Coordinator, report: Report, busy_seconds: float) -> None:
+        """What all ranks do, and send, by what they report."""
+        now = time.monotonic()
+        if not self._counts or now - self._counts[-1][0] > PACE_SECONDS:
+            self._counts.append((now, self._member.steps))
+        since, steps = self._counts[0]
+        pace = (self._member.steps - steps) / max(now - since, PACE_SECONDS)
+        if self.sender.links is not None:
+            ahead = 1 + math.ceil(pace * LOOKS_PER_WORD * self._idle_seconds(busy_seconds))
+            self._orders.look(report, self._all_hold, ahead if self.sender.windows else None)
         if coordinator.look(report, now):
-            since, steps = self._counts[0]
-            pace = (self._member.steps - steps) / max(now - since, PACE_SECONDS)
             if report.stop:
                 coordinator.propose(Act.LEAVE, report, now, pace)
             elif self._member.carries_nothing:
@@ -221,10 +249,3 @@ class Agreement:
                     coordinator.propose(Act.PLAN, report, now, pace, *self._intervals)
         if coordinator.newest.state == State.DECIDED and coordinator.newest.act == Act.PLAN:
             self._intervals = None
-        if (coordinator.newest, self._all_hold) == before:
-            return False
-        exchange.say(coordinator.newest, self._all_hold)
-        if coordinator.newest == before[0]:
-            return False
-        exchange.ring()
-        return True

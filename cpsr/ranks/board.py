@@ -18,12 +18,13 @@ from collections.abc import Sequence
 
 from cpsr.ranks.group import Group, this_node
 
-__all__ = ["HEARTBEAT_AT", "HELD_AT", "Board", "has_lock", "lock"]
+__all__ = ["HEARTBEAT_AT", "HELD_AT", "ORDER_AT", "Board", "has_lock", "lock"]
 
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 256  # of rank 0's words, then of each rank's
-HELD_AT = 96  # in a slot: what a rank holds; before that, what it says of proposals
+ORDER_AT = 64  # in rank 0's slot: what all send; before that, its proposal
+HELD_AT = 104  # in a slot: what a rank holds; before that, its report
 HEARTBEAT_AT = 192
 # In rank 0's slot: words that change with each request and proposal, each rank that leaves, and each exchange of
 # heartbeats with other machines.

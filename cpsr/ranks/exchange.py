@@ -1,4 +1,4 @@
-"""Carries words between ranks, of an agreement and of the snapshots they hold: over shared memory, and torch's store.
+"""Carries words between ranks, of what they do, hold and send: over shared memory, and torch's store.
 
 The first rank of each machine tells rank 0 what its machine says, and writes on its board what rank 0 says.
 """
@@ -9,10 +9,11 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from cpsr.ranks.board import HELD_AT, Board
+from cpsr.ranks.board import HELD_AT, ORDER_AT, Board
 from cpsr.ranks.group import Group, group_name
 from cpsr.ranks.held import Held, held_by_all
 from cpsr.ranks.proposals import Proposal, Report, merged
+from cpsr.ranks.sends import Order
 from cpsr.ranks.words import Words
 
 __all__ = ["Exchange"]
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 STORE_SECONDS = 5.0  # for an answer
 _HEAD = "rank 0"
 _HEAD_BYTES, _REPORT_BYTES = len(Proposal().to_bytes()), len(Report().to_bytes())
-_HELD_BYTES = len(Held().to_bytes())
+_HELD_BYTES, _ORDER_BYTES = len(Held().to_bytes()), len(Order().to_bytes())
 
 
 class Exchange:
@@ -48,10 +49,10 @@ class Exchange:
         self._others = [str(machine) for machine in board.machines if machine != 0]
         self.report(Report())
         if self._leads:
-            self._board.write(0, Proposal().to_bytes())
+            self._board.write(0, Proposal().to_bytes() + Order().to_bytes())
             self._set(str(board.machine), Report(), Held())
         if self._rank == 0:
-            self._set(_HEAD, Proposal(), Held())
+            self._set(_HEAD, Proposal(), Order(), Held())
         group.barrier()  # from here on all words are there
 
     def report(self, report: Report) -> None:
@@ -64,6 +65,10 @@ class Exchange:
         if data != self._said[0]:
             self._said = data, Proposal.of_bytes(data)
         return self._said[1]
+
+    def order(self) -> Order | None:
+        """The newest order of rank 0 that has arrived; None: look again. On any thread."""
+        return Order.of_bytes(self._board.read(0, _ORDER_BYTES, ORDER_AT))
 
     @property
     def bell(self) -> memoryview:
@@ -108,8 +113,8 @@ class Exchange:
             logger.debug("rank 0 is not heard: %s", error)
             return
         is_new = data[:_HEAD_BYTES] != self._said[0]
-        self._board.write(0, data[_HEAD_BYTES:], HELD_AT)
-        self._board.write(0, data[:_HEAD_BYTES])
+        self._board.write(0, data[:HELD_AT])  # who sees what all hold then sees the order
+        self._board.write(0, data[HELD_AT:], HELD_AT)
         if is_new:
             self.ring()
 
@@ -135,15 +140,15 @@ class Exchange:
             return None
         return merged([machine[0], *heard]), held_by_all(held, machine[1].branch)
 
-    def say(self, proposal: Proposal, held: Held) -> None:
+    def say(self, proposal: Proposal, order: Order, held: Held) -> None:
         """Say this to all ranks (rank 0)."""
         if self._others:
             try:
-                self._set(_HEAD, proposal, held)
+                self._set(_HEAD, proposal, order, held)
             except RuntimeError as error:
                 logger.debug("other machines do not hear: %s", error)
+        self._board.write(0, proposal.to_bytes() + order.to_bytes())  # as in `relay`
         self._board.write(0, held.to_bytes(), HELD_AT)
-        self._board.write(0, proposal.to_bytes())
 
-    def _set(self, key: str, first: Words, second: Words) -> None:
-        self._store.set(key, first.to_bytes() + second.to_bytes())  # type: ignore[arg-type]  # it takes bytes as well
+    def _set(self, key: str, *words: Words) -> None:
+        self._store.set(key, b"".join(one.to_bytes() for one in words))  # type: ignore[arg-type]  # it takes bytes too

@@ -9,8 +9,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -23,10 +23,8 @@ from cpsr.errors import UnevenRanksError
 __all__ = [
     "NODE_VARIABLE",
     "Attendance",
-    "Ballot",
     "Group",
     "SideGroup",
-    "Votes",
     "group_name",
     "pair_groups",
     "this_node",
@@ -421,10 +419,6 @@ class Group:
         """As `gather`, without the ranks whose value is None."""
         return [present for present in self.gather(value) if present is not None]
 
-    def votes(self) -> "Votes":
-        """A running vote of the ranks; see `Votes`."""
-        return Votes(self._group, self._wait)
-
 
 def _completes(work: dist.Work, seconds: float) -> bool:
     """Whether a collective completes within this time.
@@ -450,46 +444,3 @@ def _unpacked(packed: torch.Tensor) -> tuple[int, bytes]:
 
 def _padded(data: bytes, size: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-
-
-@dataclass(frozen=True)
-class Ballot:
-    """What one rank says of its replicas at a step boundary, or any of them.
-
-    Attributes:
-        busy: a rank is sending a replica.
-        missing: the newest replica of a rank has not arrived, and perhaps never will.
-    """
-
-    busy: bool = False
-    missing: bool = False
-
-
-class Votes:
-    """A vote without waiting: what ranks say at one step boundary all know at the next, and send the same replicas.
-
-    The reduction of 16 bytes runs beside the following step.
-    """
-
-    def __init__(self, group: SideGroup | None, wait: Callable[[dist.Work], None]) -> None:
-        self._group = group
-        self._wait = wait
-        self._ballot = torch.zeros(2, dtype=torch.int64, device="cpu")
-        self._work: dist.Work | None = None
-
-    def exchange(self, ballot: Ballot) -> Ballot:
-        """Submit this rank's flags; returns those of all ranks from the previous call."""
-        if self._group is None:
-            return ballot
-        if self._work is not None:
-            self._wait(self._work)
-        agreed = Ballot(*map(bool, self._ballot.tolist()))
-        self._ballot.copy_(torch.tensor(astuple(ballot), dtype=torch.int64, device="cpu"))
-        self._work = self._group.all_reduce(self._ballot, dist.ReduceOp.MAX)
-        return agreed
-
-    def finish(self) -> None:
-        """Wait for the last vote: no collective may be under way when the group closes."""
-        if self._work is not None:
-            self._wait(self._work)
-            self._work = None

@@ -97,6 +97,8 @@ class Report(Words):
         refused: newest that was refused, by one of them.
         learned: newest decided one that each of them will carry out.
         ended: the most that one has ended.
+        done: newest order of `sends` that each is done with.
+        arrived: newest of which the holders of each have the state.
     """
 
     steps: int = 0
@@ -105,12 +107,14 @@ class Report(Words):
     refused: int = 0
     learned: int = 0
     ended: int = Ended.NO
+    done: int = 0
+    arrived: int = 0
 
 
 def merged(reports: Iterable[Report]) -> Report:
     """What several ranks say together; at least one."""
-    steps, stop, accepted, refused, learned, ended = zip(*(vars(one).values() for one in reports), strict=True)
-    return Report(max(steps), max(stop), min(accepted), max(refused), min(learned), max(ended))
+    steps, stop, accepted, refused, learned, ended, *sent = zip(*(vars(one).values() for one in reports), strict=True)
+    return Report(max(steps), max(stop), min(accepted), max(refused), min(learned), max(ended), *map(min, sent))
 
 
 class Member:
@@ -173,9 +177,9 @@ class Member:
         waiting = self._decided if self._hold is None else [*self._decided, self._hold]
         self.attention_at = 0 if self.uneven else min((proposal.step for proposal in waiting), default=NEVER)
 
-    def report(self, *, stop: bool) -> Report:
-        """What this rank says now."""
-        return Report(self.steps, stop, self._accepted, self._refused, self._learned, self.ended)
+    def report(self, *, stop: bool, sent: tuple[int, int] = (0, 0)) -> Report:
+        """What this rank says now; `sent` is what `Sender.report` gives."""
+        return Report(self.steps, stop, self._accepted, self._refused, self._learned, self.ended, *sent)
 
 
 class Coordinator:

@@ -1,7 +1,7 @@
 """Takes the sparse snapshots of a window, one after each step, and seals the window after the last."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -102,8 +102,7 @@ class Recorder:
         self._life, self._shard, self._report = memory.life, shard, report
         self.files, self.copies, self._after_step = files, CopyBudget(), after_step
         self.on_sealed: Callable[..., None] = lambda path, iteration, *, send: None
-        self._replicated_at: int | None = None
-        self._sent_at: int | None = None
+        self._kept: Collection[int] = ()
         self._engine = CopyEngine.of("window", shard(), writes)
         self._ring = MemoryRing(memory, "window", self._engine)
         self._window: Window | None = None
@@ -127,14 +126,9 @@ class Recorder:
             path = path.replace(min(paths, key=ages.__getitem__))
         return self._ring.adopt(paths.index(path))
 
-    def replicated(self, iteration: int | None) -> None:
-        """Other machines have this window of every rank: this rank's own stays until they have the next one.
-
-        With three files there is no room for it, and newer windows overwrite it.
-        """
-        self._replicated_at = iteration
-        if iteration is None:
-            self._sent_at = None
+    def keep(self, iterations: Collection[int]) -> None:
+        """Overwrite these windows last, which other machines have or get; with three files there is no room for it."""
+        self._kept = iterations
 
     def prepare(self, layout: WindowLayout) -> None:
         """Take the memory of all windows but adopted ones.
@@ -152,7 +146,7 @@ class Recorder:
         self.finish()
         # That of the window before may not be sealed everywhere. With four files the peers' windows stay, too.
         before = None if self._window is None or self._window.dropped else self._window.slot
-        kept = {self._replicated_at, self._sent_at} if self.files >= FILES_WITH_PEERS else set()
+        kept = self._kept if self.files >= FILES_WITH_PEERS else ()
         self._window = None
         try:
             slot = self._ring.next(self.files, layout.size, kept, before)
@@ -203,7 +197,7 @@ class Recorder:
         if self._engine.device is not None:
             window.slot.last_work = self._engine.submit(self._hash, window, step, running)
         if sent:
-            window.sent, self._sent_at = True, window.first
+            window.sent = True
         if window.is_taken:
             prepare = partial(self._prepare, window, running)
             window.slot.last_work = self._engine.seal(prepare, partial(self._tell, window), running)

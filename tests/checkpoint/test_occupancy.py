@@ -44,42 +44,27 @@ def test_of_what_earlier_lives_have_left_the_oldest_life_goes_first() -> None:
         assert snapshot.place == place
 
 
-def test_a_state_that_is_sent_is_overwritten_last() -> None:
-    occupancy = buffers(3)
-    for iteration in (1, 2, 3):
-        occupancy.release(sealed(occupancy, iteration))
-    assert occupancy.begin_sending(name(0))
-    assert not occupancy.begin_sending(name(1)), "one at a time, or no buffer is left"
-    occupancy.release(sealed(occupancy, 4))
-    assert 1 in occupancy.sealed_iterations
-    occupancy.end_sending(name(0))
-    occupancy.release(sealed(occupancy, 5))
-    assert 1 not in occupancy.sealed_iterations
-
-
-def test_the_state_that_other_machines_have_is_there_until_they_have_the_next() -> None:
+def test_the_state_that_other_machines_have_and_the_one_they_get_are_overwritten_last() -> None:
     occupancy = buffers(4)
     for iteration in (1, 2, 3, 4):
         occupancy.release(sealed(occupancy, iteration))
-    occupancy.replicated(1)
-    assert occupancy.begin_sending(name(2))
+    occupancy.keep([1, 3])
     for iteration in (5, 6, 7):
         occupancy.release(sealed(occupancy, iteration))
         assert {1, 3, iteration} <= set(occupancy.sealed_iterations)
-    occupancy.end_sending(name(2))
-    occupancy.replicated(3)
+    occupancy.keep([3])
     for iteration in (8, 9, 10):
         occupancy.release(sealed(occupancy, iteration))
     assert 3 in occupancy.sealed_iterations
     assert 1 not in occupancy.sealed_iterations
 
 
-def test_a_snapshot_is_skipped_while_only_the_state_that_other_machines_have_is_in_its_way() -> None:
+def test_a_snapshot_is_skipped_while_only_a_state_that_other_machines_have_is_in_its_way() -> None:
     """And while the other ranks have still to seal the newest one: another buffer is free soon after."""
     occupancy, all_hold = buffers(4), [Held.of(0, NONE, [])]
     occupancy.join(lambda held: None, lambda branch: all_hold[0])
     occupancy.release(sealed(occupancy, 10))
-    occupancy.replicated(10)
+    occupancy.keep([10])
     writing = sealed(occupancy, 15)  # its buffer stays in use
     occupancy.release(sealed(occupancy, 20))
     occupancy.release(sealed(occupancy, 30))

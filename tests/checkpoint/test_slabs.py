@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load
 
 import cpsr.checkpoint.memory_states as reader_module
-from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import (
@@ -25,7 +25,7 @@ from cpsr.checkpoint.memory_states import (
     room_for_memory_state,
     verify_memory_state,
 )
-from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
+from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
 from cpsr.peers.alike import SmallStates
@@ -77,10 +77,16 @@ def test_a_snapshot(kind: str, run_id: str) -> None:
 
 
 def test_a_small_state(tmp_path: Path) -> None:
-    small = SmallStates(SharedMemory(RUN_ID, 0, 0, tmp_path), make_shard(0))
-    path = small.seal(Snapshot(9, make_shard(5), SMALL))
+    memory = SharedMemory(RUN_ID, 0, 0, tmp_path)
+    small, pool = SmallStates(memory, make_shard(0)), SnapshotPool(make_shard(5), 1, memory)
+    pool.begin(make_shard(5), 9, SMALL)
+    pool.finish()
+    pool.settle()
+    (whole,) = Arena(RUN_ID, tmp_path).list()
+    path = small.seal(Sealed.at(whole.path, 9)).path
     assert_same(held(path), Shard({}, make_shard(5).others))
     small.close(remove=True)
+    pool.close()
 
 
 def test_a_window(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.arena import Arena
 from cpsr.journal.reader import JournalReader
+from cpsr.ranks.sends import Order, Sender
 from tests.recovery.test_faults import Loop, config, loader
 
 NEVER = 1000
@@ -107,13 +108,15 @@ def test_windows_that_begin_at_the_last_step_on_a_batch_go_to_the_peers(steps_pe
         (sent if send else sealed).append(iteration)
 
     with CPSRRecovery(loop.adapter, config(tmp_path, checkpoint=options, replay=windows_of_one)) as recovery:
-        recovery.life.memory.replicates = True  # as of a job on several machines
         windows = recovery.life.memory.windows
         assert windows is not None
-        windows.recorder.on_sealed = follow
+        windows.recorder.on_sealed, sender = follow, Sender(lambda: recovery.iteration)
+        recovery.life.saver.memory.send_by(sender)
         for x, y in recovery.resume(loader(), repeat=True):
             for _ in range(steps_per_batch):
                 loop.step(loop.model(x, y))
+                done, arrived = sender.report()
+                sender.hear(Order(done + 1, recovery.iteration + 1, complete=arrived))
             if recovery.iteration >= 60:
                 break
     assert {iteration % steps_per_batch for iteration in sealed + sent} == {0}

@@ -74,7 +74,7 @@ def opened(states, groups=None, replicas=2, window_bytes=0, bytes_to_come=0, **s
     groups = groups or [range(group.size)] * group.size
     beside = {"checkpoints": checkpoints, **settings}
     beside |= {"window_bytes": window_bytes, "bytes_to_come": bytes_to_come}
-    return Replicator(states.memory, states.occupancy, group, groups[rank], states.template, replicas, report, **beside)
+    return Replicator(states.memory, group, groups[rank], states.template, replicas, report, **beside)
 def sending(replicator):
     return any(link.busy for link in replicator.outgoing)
 def slow_down(bytes_per_second):

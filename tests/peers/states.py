@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
+from cpsr.checkpoint.arena import Sealed
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, load_states
@@ -54,15 +55,19 @@ class States:
         self._taken += 1
         return self._fill((self._taken - 1) % len(self._buffers), iteration)
 
-    def seal_where_free(self, iteration: int) -> tuple[Path, Snapshot]:
+    def image(self, iteration: int) -> Sealed:
+        """The file that holds this iteration from now on, to be sent."""
+        return Sealed.at(self.seal(iteration)[0], iteration)
+
+    def image_where_free(self, iteration: int) -> Sealed:
         """The same in the buffer that a pool would take."""
         snapshot = self.occupancy.take(iteration, keep_newest=True)
         assert snapshot is not None
         self.occupancy.begin_seal(snapshot)
-        filled = self._fill(snapshot.place, iteration)
+        path, _ = self._fill(snapshot.place, iteration)
         self.occupancy.end_seal(snapshot, sealed=True)
         self.occupancy.release(snapshot)
-        return filled
+        return Sealed.at(path, iteration)
 
     def _fill(self, index: int, iteration: int) -> tuple[Path, Snapshot]:
         file, buffer = self._buffers[index]

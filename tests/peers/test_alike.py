@@ -24,7 +24,7 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
     mine, other = (States(tmp_path, rank, ELEMENTS, alike=True) for rank in (0, 1))
     small = SmallStates(mine.memory, mine.template)
     for iteration in (10, 20, 30):
-        path = small.seal(mine.seal(iteration)[1])
+        path = small.seal(mine.image(iteration)).path
         other.seal(iteration)
     states = Arena(RUN_ID, tmp_path).list()
     small_state = next(state for state in states if state.path == path)
@@ -103,7 +103,7 @@ def test_of_a_damaged_one_nothing_is_known(tmp_path: Path) -> None:
 
 def test_a_buffer_that_a_small_state_lacks_is_not_another_ranks(tmp_path: Path) -> None:
     mine, other = (States(tmp_path, rank, ELEMENTS, alike=True) for rank in (0, 1))
-    path = SmallStates(mine.memory, mine.template).seal(mine.seal(10)[1])
+    path = SmallStates(mine.memory, mine.template).seal(mine.image(10)).path
     other.seal(10)
     states = Arena(RUN_ID, tmp_path).list()
     small_state = next(state for state in states if state.path == path)

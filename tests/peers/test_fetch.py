@@ -64,7 +64,7 @@ LIFE = """
 states = States(memory, rank, alike=alike)
 replicator = opened(states, replicas=2)
 for iteration in (10, 20):
-    replicator.offer(*states.seal(iteration))
+    replicator.offer(states.image(iteration))
     until(lambda: all(iteration in replicated(owner) for owner in replicator.placement.owners_kept_by(rank)))
     group.barrier()
 os.kill(os.getpid(), signal.SIGKILL)

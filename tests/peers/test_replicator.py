@@ -13,7 +13,7 @@ replicator = opened(states, replicas=2)
 holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 found["holders"], found["owners"] = holders, owners
 for iteration in (10, 20, 30):
-    replicator.offer(*states.seal(iteration))
+    replicator.offer(states.image(iteration))
     until(lambda: all(iteration in replicated(owner) for owner in owners))
     group.barrier()
 found["replicated"] = {owner: replicated(owner) for owner in owners}
@@ -27,7 +27,7 @@ replicator.forget()
 found["forgotten"] = [link.has_arrived(30) for link in replicator.outgoing]
 group.barrier()
 states.memory.branch = 1
-replicator.offer(*states.seal(30))  # again, on another branch
+replicator.offer(states.image(30))  # again, on another branch
 until(lambda: all(link.has_arrived(30) for link in replicator.outgoing))
 group.barrier()
 found["branches"] = [[[s.iteration, s.branch] for s in Arena(RUN_ID, memory).list(owner)] for owner in owners]
@@ -57,18 +57,18 @@ states = States(memory, rank)
 if rank == 2:
     slow_down(400_000)
 replicator = opened(states, replicas=2)
-replicator.offer(*states.seal(10))
+replicator.offer(states.image(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 2:  # in the middle of what it sends
-    replicator.offer(*states.seal(20))
+    replicator.offer(states.image(20))
     time.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 until(lambda: events)
-replicator.offer(*states.seal(20))
+replicator.offer(states.image(20))
 other = 1 - rank
 until(lambda: 20 in replicated(other) and len(events) == 2)
-replicator.offer(*states.seal(30))
+replicator.offer(states.image(30))
 until(lambda: 30 in replicated(other))
 meet([0, 1])
 found["replicated"] = {owner: replicated(owner) for owner in (other, 2)}
@@ -94,14 +94,14 @@ def test_after_a_sigkill_the_others_go_on_and_what_it_had_sent_stays(tmp_path: P
 STOPPED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=2, timeout_seconds=4.0)  # a busy machine may be late
-replicator.offer(*states.seal(10))
+replicator.offer(states.image(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 2:
     os.kill(os.getpid(), signal.SIGSTOP)
 other = 1 - rank
 for iteration in (20, 30, 40):
-    replicator.offer(*states.seal(iteration))
+    replicator.offer(states.image(iteration))
     until(lambda: iteration in replicated(other))
 until(lambda: events)
 meet([0, 1])
@@ -125,7 +125,7 @@ def test_a_stopped_rank_is_given_up_in_time_and_delays_no_other(tmp_path: Path) 
 DAMAGED = """
 states = States(memory, rank)
 replicator = opened(states, replicas=1)
-replicator.offer(*states.seal(10))
+replicator.offer(states.image(10))
 until(lambda: replicated(1 - rank) == [10])
 group.barrier()
 path, snapshot = states.seal(20)
@@ -133,7 +133,7 @@ if rank == 0:
     with path.open("r+b") as file:  # after it was sealed: its hash does not hold any more
         file.seek(600_000)
         file.write(b"damage")
-replicator.offer(path, snapshot)
+replicator.offer(arena_module.Sealed.at(path, snapshot.iteration))
 until(lambda: rank == 1 or (events and replicated(1 - rank) == [10, 20]))
 group.barrier()
 found["replicated"] = replicated(1 - rank)
@@ -159,7 +159,7 @@ def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 def offer(iteration):
     if rank == 0:
-        replicator.offer(*states.seal(iteration))
+        replicator.offer(states.image(iteration))
     until(lambda: replicated(0) == arrived if rank == 1 else not sending(replicator))
     group.barrier()
     return replicated(0)
@@ -187,6 +187,29 @@ def test_a_holder_without_room_says_so_and_takes_the_next_when_it_has(tmp_path: 
     assert "rank 1 has no replica of iteration 20, but of an older one: rank 1: [Errno 27]" in message
 
 
+KEPT = """
+states = States(memory, rank)
+replicator = opened(states, replicas=1)
+link = replicator.outgoing[0]
+for iteration, complete in ((10, 10), (20, 10), (30, 10), (40, 40), (50, 40), (60, 40)):
+    replicator.offer(states.image(iteration))
+    until(lambda: link.has_arrived(iteration))
+    link.kept = complete
+    group.barrier()
+    found[str(iteration)] = replicated(1 - rank)
+    group.barrier()
+replicator.close(remove=True)
+leave()
+"""
+
+
+def test_a_holder_keeps_the_state_that_all_have_where_later_ones_are_lost_on_others(tmp_path: Path) -> None:
+    for found in run(KEPT, tmp_path, ["a", "b"]):
+        assert found == {"10": [10], "20": [10, 20], "30": [10, 30], "40": [10, 40], "50": [40, 50], "60": [40, 60]} | {
+            "events": []
+        }
+
+
 UNLISTED = """
 states = States(memory, rank)
 if rank == 1:
@@ -195,7 +218,7 @@ if rank == 1:
     arena_module.Arena.list = refusing
 replicator = opened(states, replicas=1)
 if rank == 0:
-    replicator.offer(*states.seal(10))
+    replicator.offer(states.image(10))
     until(lambda: events)
     found["sending"] = sending(replicator)
 group.barrier()
@@ -216,13 +239,13 @@ OVERTAKEN = """
 states = States(memory, rank, slots=1)
 slow_down(2_000_000)
 replicator = opened(states, replicas=1)
-replicator.offer(*states.seal(10))
+replicator.offer(states.image(10))
 until(lambda: replicated(1 - rank) == [10])
 group.barrier()
 for iteration in (20, 30):
-    replicator.offer(*states.seal(iteration))
+    replicator.offer(states.image(iteration))
     time.sleep(0.1)  # of the 0.3 s that it takes
-replicator.offer(*states.seal(40))
+replicator.offer(states.image(40))
 until(lambda: replicated(1 - rank) == [10, 40])
 group.barrier()
 replicator.close(remove=True)
@@ -235,28 +258,19 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_repl
         assert [(kind, iteration) for kind, _, iteration, _ in found["events"]] == [("replica dropped", 20)]
 
 
-# What waits for the link may still be overwritten, if its thread is not given the processor: no snapshot is taken then.
 FASTER = """
-import threading
 states = States(memory, rank)
 slow_down(3_000_000)
 replicator = opened(states, replicas=1)
-sending, begin, end = threading.Event(), states.occupancy.begin_sending, states.occupancy.end_sending
-def begin_sending(name):
-    reserved = begin(name)
-    sending.set()
-    return reserved
-def end_sending(name):
-    sending.clear()
-    end(name)
-states.occupancy.begin_sending, states.occupancy.end_sending = begin_sending, end_sending
-seconds = []
-replicator.outgoing[0].on_replica = seconds.append
+link, seconds = replicator.outgoing[0], []
+link.on_replica = seconds.append
 arrived, iteration = set(), 0
 while not group.all(len(arrived) >= 4):
     iteration += 1
-    replicator.offer(*states.seal_where_free(iteration))
-    assert sending.wait(20)
+    state = states.image_where_free(iteration)
+    if not link.busy:
+        states.occupancy.keep([iteration])
+        replicator.offer(state)
     time.sleep(0.02)  # of the 0.2 s that it takes
     arrived |= set(replicated(1 - rank))
 group.barrier()
@@ -292,7 +306,7 @@ group.barrier()
 found["left"] = len(list(memory.glob("*replica*")))
 found["kept"] = other_run.exists()
 found["holders"] = replicator.placement.holders[rank]
-replicator.offer(*states.seal(10))
+replicator.offer(states.image(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 group.barrier()
 if rank == 1:
@@ -320,7 +334,7 @@ states = States(memory, rank, alike=rank < 3)
 replicator = opened(states, [[0, 1, 2]] * 3 + [[3]], replicas=2)
 holders, owners = replicator.placement.holders[rank], replicator.placement.owners_kept_by(rank)
 for iteration in (10, 20, 30):
-    replicator.offer(*states.seal(iteration))
+    replicator.offer(states.image(iteration))
     until(lambda: all(iteration in replicated(owner) for owner in owners))
     group.barrier()
 own = {s.iteration: s for s in Arena(RUN_ID, memory).list() if s.rank == rank and s.kind == "snapshot"}
@@ -364,17 +378,17 @@ def commit(snapshot):
 def kinds():
     return sorted([s.iteration, s.kind] for s in Arena(RUN_ID, memory).list() if s.rank == 1 - rank)
 path, snapshot = states.seal(10)
-replicator.offer(path, snapshot)
+replicator.offer(arena_module.Sealed.at(path, snapshot.iteration))
 until(lambda: kinds() == [[10, "small"]])
 commit(snapshot)
-replicator.offer(*states.seal(20))
+replicator.offer(states.image(20))
 until(lambda: kinds() == [[10, "small"], [20, "small"]])
 path, snapshot = states.seal(30)
 snapshot.shard.operators["weight"].parameter.values[0] += rank  # each trains a model of its own
 commit(snapshot)
-replicator.offer(*states.seal(40))
+replicator.offer(states.image(40))
 until(lambda: events)
-replicator.offer(*states.seal(50))
+replicator.offer(states.image(50))
 until(lambda: [50, "snapshot"] in kinds())
 group.barrier()
 replicator.close(remove=True)
@@ -402,7 +416,7 @@ if rank == 1:
     module.available_host_bytes = lambda: 30 * whole
 replicator = opened(states, replicas=2, window_bytes=5 * whole, bytes_to_come=TO_COME * whole)
 found["holders"] = len(replicator.placement.holders[rank])
-replicator.offer_window(states.seal(10)[0], 10)
+replicator.offer(states.image(10))
 until(lambda: all(replicated(owner) == [10] for owner in replicator.placement.owners_kept_by(rank)))
 found["kinds"] = sorted({state.kind for state in Arena(RUN_ID, memory).list() if "replica" in state.path.name})
 group.barrier()
@@ -430,7 +444,7 @@ def unreadable(image):
     return pieces(image)
 arena_module.Sealed.pieces = unreadable
 for iteration in (10, 20, 30):
-    replicator.offer(*states.seal(iteration))
+    replicator.offer(states.image(iteration))
     until(lambda: not sending(replicator))
     found[str(iteration)] = replicator.outgoing[0].has_arrived(iteration)
 group.barrier()

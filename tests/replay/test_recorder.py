@@ -89,13 +89,14 @@ def test_the_window_that_peers_have_and_the_one_they_receive_stay(transfers: lis
             for number in range(windows):
                 rank.begin(first)
                 rank.end(send=number == 0)
+                rank.recorder.keep([sent if arrived is None else arrived, sent])
                 first += 2
                 rank.begin(first)  # the one before may not be sealed on other ranks: it stays as well
                 assert {first - 2, sent, sent if arrived is None else arrived} <= rank.whole
                 rank.end()
                 first += 2
             arrived = sent
-            rank.recorder.replicated(arrived)
+            rank.recorder.keep([arrived])
         assert len(rank.offered) == len(transfers)
         rank.recorder.close(remove=True)
 
@@ -107,7 +108,7 @@ def test_a_kill_finds_the_newest_window_and_the_one_before(files: int, tmp_path:
         rank.begin(first)
         assert {max(1, first - 4), max(1, first - 2)} <= rank.whole | {first}
         rank.end(send=first == 1)
-        rank.recorder.replicated(1)
+        rank.recorder.keep([1])
     assert (1 in rank.whole) == (files == FILES_WITH_PEERS)
     rank.recorder.close(remove=True)
 
@@ -133,7 +134,7 @@ def test_a_window_from_a_peer_takes_the_place_of_the_oldest_and_is_one_of_the_ne
     assert into.operators["first"].moments["exp_avg"].equal(shard_at(5).operators["first"].moments["exp_avg"])
     assert not memory.path(slot).exists()
     rank.recorder.prepare(rank.layout)
-    rank.recorder.replicated(5)
+    rank.recorder.keep([5])
     for first in (7, 9):
         rank.begin(first)
         assert 5 in rank.whole
