@@ -84,19 +84,15 @@ class Bubbles:
     a wait is known by its kind and by its number in the iteration, its *place*. The forecast of a place is a low
     quantile of its recent durations, and no time before enough of them are known.
 
-    The training thread is the one that has called `follow_thread` or `end_iteration` last, and before that the one that
-    creates this object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for
-    work that runs in a bubble.
-
-    Attributes:
-        known: whether training has ever waited; before that, ends of iterations need not be told.
+    The training thread is the one that calls `end_iteration`, and before the first call the one that creates this
+    object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for work that
+    runs in a bubble.
     """
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._changed = threading.Condition(threading.Lock())  # guards all below; locked for microseconds only
         self._kinds: dict[str, _Kind] = {}
-        self.known = False
         self._open: tuple[_Kind, int] | None = None
         self._began = 0.0
         self._until = 0.0  # forecast end of the open wait
@@ -107,10 +103,6 @@ class Bubbles:
         self._bubble_seconds = self._used_seconds = self._late_seconds = self._outside_seconds = 0.0
 
     # On the training thread
-
-    def follow_thread(self) -> None:
-        """This is the training thread."""
-        self._thread = threading.get_ident()
 
     def begin(self, place: str) -> None:
         """The training thread begins to wait.
@@ -124,7 +116,6 @@ class Bubbles:
             kind = self._kinds.get(place)
             if kind is None:
                 kind = self._kinds[place] = _Kind()
-                self.known = True
             number = kind.next_place()
             self._open = kind, number
             self._began = perf_counter()
@@ -155,7 +146,10 @@ class Bubbles:
 
     def end_iteration(self) -> None:
         """A step is complete: places are counted from 0 again."""
-        self.follow_thread()
+        self._thread = threading.get_ident()
+        if not self._kinds:  # no wait yet, and only this thread adds one
+            self._iterations += 1
+            return
         with self._changed:
             self._iterations += 1
             self._iteration_forecast_seconds = 0.0

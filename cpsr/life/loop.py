@@ -194,12 +194,10 @@ class Loop:
         self._followed: int | None = None  # the newest checkpoint that the learner knows
         self.tail = LoopTail(job.group, self.state, pipeline=job.adapter.pipeline is not None)
         self.warnings = DrawWarnings(job, self.state.draws)
-        self.learning.bubbles.follow_thread()
 
     def after_step(self, step: Step) -> None:
         """A step is complete: what the loop draws from here on belongs to the next."""
-        if self.learning.bubbles.known:
-            self.learning.bubbles.end_iteration()
+        self.learning.bubbles.end_iteration()
         self.tail.after_step()
         self.state.end_step(step.learning_rate if step.applied else 0.0)
 

@@ -205,22 +205,9 @@ class Witnessing:
             weights = self._sample.read()
         rates = self._steps.rates
         others = xxhash.xxh3_64_intdigest(repr(rates[RATES:]).encode()) if len(rates) > RATES else 0
-        witness = Witness(
-            iteration,
-            self._job.journal.life,
-            self._trajectory,
-            position.epoch,
-            position.batch,
-            position.batches,
-            tuple(rates[:RATES]),
-            others,
-            seen,
-            weights,
-            self._epsilon,
-        )
-        if sent is None and whole and iteration > self._last:  # nothing to compare it with
-            self._ring.put(witness)
-            return
+        seen_by = iteration, self._job.journal.life, self._trajectory
+        place = position.epoch, position.batch, position.batches
+        witness = Witness(*seen_by, *place, tuple(rates[:RATES]), others, seen, weights, self._epsilon)
         if sent is None:
             self._complete(witness, whole)
             return
