@@ -108,7 +108,8 @@ class HostMemory:
             self.windows.recorder.on_sealed = self._follow_window
         elif group.rank == 0 and self.survives:
             self.pool.on_counting = self._note_common
-        if self.survives and sends:
+        self.replicates = self.survives and sends and len(run.local_ranks) < group.size
+        if self.replicates:
             assert memory is not None
             self._replicator = Replicator(
                 memory,
@@ -123,7 +124,6 @@ class HostMemory:
             )
             if self.windows is None:
                 self.pool.on_sealed = self._note_sealed
-        self.replicates = self._replicator is not None and len(run.local_ranks) < group.size
 
     def after_step(self, iteration: int) -> None:
         """Right after a step, before anything looks at its state: replay what a window has of it."""

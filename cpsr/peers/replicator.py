@@ -18,7 +18,7 @@ from cpsr.peers.alike import SmallStates, committed_words, fingerprint
 from cpsr.peers.peer import Peer, answer
 from cpsr.peers.placement import Member, place_within
 from cpsr.peers.transport import PEER_SECONDS, Channel, Kind, Message
-from cpsr.ranks.group import Group, pair_groups, this_node
+from cpsr.ranks.group import Group, pair_groups
 from cpsr.state.shard import Shard
 
 __all__ = ["Outgoing", "Replicator"]
@@ -258,8 +258,7 @@ class Replicator:
         self._nodes = [member.node for member in members]
         self.placement = place_within(members, replicas, self._room_bytes(group, bytes_to_come), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
-            alone = len(set(self._nodes)) == 1
-            report("replicas", self.placement.shortfall, None, logging.DEBUG if alone else logging.WARNING)
+            report("replicas", self.placement.shortfall, None, logging.WARNING)
         # One for each rank that this one sends to or receives from.
         pairs = [(owner, holder) for owner, holders in enumerate(self.placement.holders) for holder in holders]
         self._groups = pair_groups(self._rank, pairs, timeout_seconds)
@@ -391,9 +390,12 @@ def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, wind
     # Nobody else has a rank's window, or a part of it.
     small = window_bytes or slab_size(Shard({}, template.others)).bytes
     owned = [fingerprint(template), committed_words(checkpoints, group.rank)]
-    gathered = group.gather([this_node(), label, whole, small, owned])
+    gathered = group.gather([label, whole, small, owned])
     alike: dict[int, bool] = {}
-    for _, label_of_one, _, _, owned_by_one in gathered:
-        first = next(owned for _, other, _, _, owned in gathered if other == label_of_one)
+    for label_of_one, _, _, owned_by_one in gathered:
+        first = next(owned for other, _, _, owned in gathered if other == label_of_one)
         alike[label_of_one] = alike.get(label_of_one, True) and owned_by_one == first
-    return [Member(node, label, small if alike[label] else whole, whole) for node, label, whole, small, _ in gathered]
+    return [
+        Member(node, label, small if alike[label] else whole, whole)
+        for node, (label, whole, small, _) in zip(group.nodes, gathered, strict=True)
+    ]

@@ -16,7 +16,7 @@ import os
 import struct
 from collections.abc import Sequence
 
-from cpsr.ranks.group import Group, this_node
+from cpsr.ranks.group import Group
 
 __all__ = ["HEARTBEAT_AT", "HELD_AT", "ORDER_AT", "Board", "has_lock", "lock"]
 
@@ -64,9 +64,9 @@ class Board:
         """That of this machine, in each of its ranks; a collective."""
         token = os.urandom(TOKEN_BYTES)
         own = Board.create(group.size, token)
-        offers = group.gather([this_node(), os.getpid(), own[1], token.hex()])
-        leader = next(rank for rank, offer in enumerate(offers) if offer[0] == this_node())
-        _, process, descriptor, of_leader = offers[leader]
+        offers = group.gather([os.getpid(), own[1], token.hex()])
+        leader = group.nodes.index(group.nodes[group.rank])
+        process, descriptor, of_leader = offers[leader]
         mapped = None if leader == group.rank else _map(process, descriptor, group.size, bytes.fromhex(of_leader))
         leaders = group.gather(group.rank if mapped is None else leader)  # from here on all boards are mapped
         if mapped is not None and own[1] >= 0:

@@ -377,10 +377,6 @@ class Group:
         """The sum over the ranks, in float64."""
         return float(self.reduce(torch.tensor([value], dtype=torch.float64, device="cpu")).item())
 
-    def mean(self, value: float) -> float:
-        """The mean over the ranks, in float64."""
-        return self.sum(value) / self.size
-
     def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank, once all have asked for it; what the others pass is ignored."""
         if self._group is None:
