@@ -7,6 +7,7 @@ import secrets
 import shutil
 import stat
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -44,9 +45,9 @@ _CHUNK_BYTES = 4 << 20  # large enough for the disk's bandwidth, small in memory
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
-# Calls on files of many ranks that wait for a file server at a time, and how many results are kept for the caller.
-THREADS, AT_ONCE = 8, 64
-LEAST_EACH = 8  # files, for which a thread is worth its start
+# Where a call on a file takes so long, so many threads call at a time, each for so many files.
+WAIT_SECONDS = 3e-4
+THREADS, ITEMS_EACH = 8, 8
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -167,19 +168,24 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def for_each(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> Iterator[_Result]:
-    """Results of a call on each of many files, in their order, some at a time: on a network each call takes 1 ms.
+    """Results of a call on each of many files, in their order; where calls wait for a file server, some at a time.
 
     The threads do not keep the process from ending while a file system hangs.
 
     Raises:
         Exception: of one of the calls; others may not have been made.
     """
-    for start in range(0, len(items), AT_ONCE):
-        yield from _at_once(work, items[start : start + AT_ONCE])
+    threads, start = 1, 0
+    while start < len(items):
+        some, began = items[start : start + ITEMS_EACH * threads], time.monotonic()
+        results = _at_once(work, some, min(threads, len(some)))
+        seconds = (time.monotonic() - began) * threads / len(some)
+        threads = THREADS if seconds > WAIT_SECONDS else 1
+        start += len(some)
+        yield from results
 
 
-def _at_once(work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    count = max(1, min(THREADS, len(items) // LEAST_EACH))
+def _at_once(work: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> list[_Result]:
     parts: dict[int, list[_Result]] = {}
     errors: list[Exception] = []
 

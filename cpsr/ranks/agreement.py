@@ -65,14 +65,13 @@ class Agreement:
         self._intervals: Intervals | None = None  # not agreed on yet (rank 0)
         self._heard = threading.Condition()
         self._wake, self._closes = threading.Event(), False
-        self._bell, self._rung, self._rang = memoryview(bytes(8)).cast("Q"), 0, False
+        self._bell, self._rung, self._rang = board.bell, 0, False
         self._held: deque[float] = deque(maxlen=HELD_TIMES)  # when this rank last said what it holds
         self._exchange: Exchange | None = None
         self._thread: threading.Thread | None = None
         if group.size == 1:
             return
         self._exchange = Exchange(group, board)
-        self._bell = self._exchange.bell
         self._coordinator, self._orders = Coordinator() if group.rank == 0 else None, Orders()
         self._counts: deque[tuple[float, int]] = deque(maxlen=PACES)
         self._news_at = 0.0

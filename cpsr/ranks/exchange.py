@@ -70,11 +70,6 @@ class Exchange:
         """The newest order of rank 0 that has arrived; None: look again. On any thread."""
         return Order.of_bytes(self._board.read(0, _ORDER_BYTES, ORDER_AT))
 
-    @property
-    def bell(self) -> memoryview:
-        """One word, which changes when somebody on this machine has rung."""
-        return self._board.bell
-
     def ring(self) -> None:
         """Have the ranks of this machine look soon: at the end of their steps; on any thread."""
         self._board.bell[0] = (self._board.bell[0] + 1) & 0xFFFFFFFF

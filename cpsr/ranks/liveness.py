@@ -86,9 +86,8 @@ class Liveness:
         leave: Callable[[str], object],
         report: Callable[[str, str, int | None, int], None],
     ) -> None:
-        self._files = HeartbeatFiles(run_dir, life)
         self._run_dir, self._life, self._board, self._rank = run_dir, life, board, board.rank
-        self._courier = Courier(self._files, board, self._report_once)
+        self._courier = Courier(HeartbeatFiles(run_dir, life), board, self._report_once)
         self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
         timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
         self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
@@ -118,11 +117,6 @@ class Liveness:
             return
         if self._silence and self._heartbeat_seconds is not None:
             self._courier.hold()
-        if self._rank == 0:
-            try:
-                self._files.remove_earlier()
-            except OSError as error:
-                logger.warning("cannot remove heartbeats of earlier lives, which does no harm: %s", error)
         if self._heartbeat_seconds is not None or self._step_seconds is not None:
             self._checked = time.monotonic()
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)

@@ -185,8 +185,12 @@ def test_tensors_that_go_on_behind_what_was_hashed_are_hashed_themselves(tmp_pat
     assert write_tensors(path, {"values": values}, hashed={values.data_ptr(): (length, known)}) == hash_file(path)
 
 
-@pytest.mark.parametrize("count", [0, 1, 15, 16, 64, 200])
-def test_calls_on_many_files_give_their_results_in_order(tmp_path: Path, count: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 8, 9, 100])
+@pytest.mark.parametrize("waits", [True, False])
+def test_calls_on_many_files_give_their_results_in_order(
+    tmp_path: Path, count: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "WAIT_SECONDS", 0.0 if waits else 60.0)
     paths = [tmp_path / str(number) for number in range(count)]
     for path in paths:
         path.write_bytes(path.name.encode())

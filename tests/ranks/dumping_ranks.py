@@ -22,6 +22,7 @@ from typing import Any
 from cpsr.config import RanksConfig
 from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import EmergencyDump
+from cpsr.ranks.heartbeat import HeartbeatFiles
 from cpsr.ranks.liveness import Liveness
 
 WAIT_SECONDS = 120.0  # for what comes within two; the machine may be busy
@@ -136,6 +137,9 @@ def launch(options: Options) -> None:
     """Fork the ranks, so that what they need is imported once, and note how each ends."""
     if options.gloo:
         import torch.distributed as dist  # noqa: F401
+    heartbeats = HeartbeatFiles(Path(options.directory), options.life)
+    heartbeats.claim()
+    heartbeats.remove_earlier()
     forked = multiprocessing.get_context("fork")
     processes = [forked.Process(target=Rank(options, board).run) for board in boards(options.size, options.machines)]
     for process in processes:
