@@ -136,7 +136,8 @@ class Outgoing:
         if not self._sorted:  # once: what is there of the life before
             ages = {one.name: (one.life, one.branch, one.iteration) for one in self._place.list(self._rank)}
             self._names.sort(key=lambda name: ages.get(name, (-1, -1, -1)))
-            self._holds[self._names[-1]] = ages.get(self._names[-1], (-1,))[-1]
+            newest = {ages[name][-1]: name for name in self._names if name in ages}  # of each iteration
+            self._holds = {name: iteration for iteration, name in newest.items()}
             self._sorted = True
         name = next(name for name in self._names if self.kept is None or self._holds.get(name) != self.kept)
         self._holds.pop(name, None)

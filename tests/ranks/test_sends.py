@@ -227,3 +227,17 @@ class Sends(RuleBasedStateMachine):
 
 TestSends = Sends.TestCase
 TestSends.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+
+
+def test_an_order_that_comes_before_this_rank_sends_anything_is_carried_out_then() -> None:
+    sender, link, order = Sender(lambda: 0), HolderLink(), Order(1, 10, 0)
+    sender.hear(order)
+
+    def send(iteration: int) -> bool:
+        link.offer((0, iteration))
+        return True
+
+    sender.open([link], lambda iterations: None, 10, send)
+    sender.hear(order)
+    link.ends(works=True)
+    assert sender.report() == (1, 1)
