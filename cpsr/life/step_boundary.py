@@ -135,7 +135,6 @@ class Boundary:
         else:
             self._publication.step(iteration, self._state.trained.batches, event)
         self.emergency_dump.end_update(iteration)
-        self.liveness.step(iteration)
 
     def reset(self, iteration: int) -> None:
         """The state is that of another iteration, possibly an earlier one."""

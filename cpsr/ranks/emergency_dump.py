@@ -112,8 +112,8 @@ class EmergencyDump:
     """Tracks whether the state is at a step boundary, and dumps it there before this rank leaves.
 
     A dump runs only between two updates. During an update the state is inconsistent, and the dump is refused; an update
-    that begins during a dump waits for its end. Each boundary is dumped at most once. Until the first `end_update` the
-    state counts as changing.
+    that begins during a dump waits for its end. Each boundary is dumped at most once, and nothing before the first
+    `end_update`.
 
     Args:
         dump: stores the state of the given iteration where it outlives this process; returns the iteration of what it
@@ -152,7 +152,6 @@ class EmergencyDump:
         self._awaits_request = False
         self._wakeup: Wakeup | None = None
         self._thread: threading.Thread | None = None
-        self.begin_update()
 
     # Called by the training thread at every step
 
@@ -198,9 +197,11 @@ class EmergencyDump:
                 self._state.release()
 
     def _dump_boundary(self, reason: str) -> bool:
+        if self._iteration is None:
+            self._refused(reason, NO_STEP)
+            return False
         if self._dumped == self._boundaries:
             return True
-        assert self._iteration is not None  # until then an update is under way
         iteration, obstacle = self._iteration, self._obstacle()
         if obstacle is not None:
             self._refused(reason, obstacle)

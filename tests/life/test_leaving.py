@@ -12,7 +12,7 @@ from cpsr import CPSRRecovery, TorchAdapter
 from cpsr.checkpoint.catalogue import scan
 from cpsr.errors import UnsupportedEngineError
 from cpsr.journal import JournalReader
-from tests.recovery.test_faults import Loop, config, loader, same
+from tests.recovery.test_faults import CrashError, Loop, config, loader, same, train
 
 FORK = multiprocessing.get_context("fork")
 SECONDS = 30.0  # the machine may be busy
@@ -113,3 +113,24 @@ def test_a_load_that_finds_nothing_changes_nothing(tmp_path: Path) -> None:
             if recovery.iteration == 4:
                 break
     assert 3 in [info.iteration for info in scan(tmp_path / "checkpoints").checkpoints]
+
+
+def test_a_life_without_a_step_saves_what_it_has_restored(tmp_path: Path) -> None:
+    """The job before has failed after its last step, and has left its newest state in memory alone."""
+    memory = {"checkpoint": {"shared_memory": True, "interval_iterations": 50}, "memory": {"interval_iterations": 1}}
+    loop = Loop()
+    with pytest.raises(CrashError), CPSRRecovery(loop.adapter, config(tmp_path, **memory)) as recovery:
+        train(recovery, loop, until=4, crash=True)
+    with CPSRRecovery(Loop().adapter, config(tmp_path, **memory)) as recovery:
+        restored = recovery.restored.restored_iteration
+    assert restored > 0
+    assert [info.iteration for info in scan(tmp_path / "checkpoints").checkpoints] == [restored]
+
+
+def test_the_first_step_may_take_longer_than_others_also_after_a_load(tmp_path: Path) -> None:
+    loop = Loop()
+    with CPSRRecovery(loop.adapter, config(tmp_path, ranks={"step_timeout_seconds": 60.0})) as recovery:
+        recovery.life.before_external_load()
+        loop.adapter.load_scalars(loop.adapter.scalars() | {"iteration": 3})
+        recovery.life.after_external_load(3)
+        assert not any(recovery.life.boundary.liveness.check(60.0) for _ in range(20))
