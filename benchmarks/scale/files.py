@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from torch.distributed import TCPStore
+
 from cpsr.benchmarks.harness.ranks import run_ranks
 from cpsr.benchmarks.scale.calls import calls_of, delayed_seconds, holding_locks
 from cpsr.benchmarks.scale.simulated import LIFE, RANKS_PER_MACHINE, SimulatedRun, snapshot_of
@@ -15,7 +17,9 @@ from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.config import RanksConfig
 from cpsr.journal import EventFile, EventRow, Journal
 from cpsr.ranks.board import Board
+from cpsr.ranks.held import Held, held_by_all
 from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.proposals import Report, merged
 
 __all__ = ["Cost", "file_costs"]
 
@@ -61,6 +65,7 @@ def file_costs(directory: Path, ranks: int, step: Callable[[], None]) -> dict[st
     found["clean-up at the start of a life"] = Cost(*_took(run.store.prepare), count(run.store.prepare))
     found |= _heartbeats(run, count)
     found |= _events(directory / "journal", ranks)
+    found["agreement: rank 0 hears all machines"] = _hearing(ranks)
     return found
 
 
@@ -125,6 +130,22 @@ def _heartbeats(run: SimulatedRun, count: Callable[..., int | None]) -> dict[str
         counted, counted_others = count(first), count(others)
         each = None if counted_others is None else counted_others / len(run.machines[last])
         return {"each second: heartbeats": Cost(*_medians(samples), counted, each)}
+
+
+def _hearing(ranks: int) -> Cost:
+    """What rank 0 does ten times a second, with the store in its own process."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    machines = [str(rank) for rank in range(RANKS_PER_MACHINE, ranks, RANKS_PER_MACHINE)]
+    first = len(Report().to_bytes())
+    for machine in machines:
+        store.set(machine, (Report().to_bytes() + Held().to_bytes()))  # type: ignore[arg-type] # it takes bytes as well
+
+    def hear() -> None:
+        found = store.multi_get(machines)
+        merged(report for data in found if (report := Report.of_bytes(data[:first])) is not None)
+        held_by_all([Held.of_bytes(data[first:]) for data in found], 0)
+
+    return Cost(*_medians([_took(hear) for _ in range(ROUNDS)]))
 
 
 def _events(directory: Path, ranks: int) -> dict[str, Cost]:
