@@ -125,18 +125,14 @@ def measure(fault_free: Path, killed: Path, kill: Kill, device: str) -> DemoResu
     with JournalReader(killed / "journal.db") as journal:
         committed = [row for row in journal.checkpoints() if row.status == "committed"]
         failed = next(life for life in journal.lives() if life.life == recovery.life - 1)
-        events = journal.events()
-    began = [event.message for event in events if (event.kind, event.life) == (BEGAN, recovery.life)]
-    dumped = [event.created_unix_seconds for event in events if (event.kind, event.life) == ("dumped", failed.life)]
+        began = [event.message for event in journal.events() if (event.kind, event.life) == (BEGAN, recovery.life)]
     return DemoResult(
         kill=kill,
         recovery=recovery,
         message=began[0],
         gap_at_failure_nats=recovered[after[0]] - reference[after[0]],
         gap_at_end_nats=recovered[after[-1]] - reference[after[-1]],
-        restart=restart_parts(
-            kill.time, dumped[0] if dumped else None, failed.ended_unix_seconds, read_notes(killed), recovery
-        ),
+        restart=restart_parts(kill.time, failed.ended_unix_seconds, read_notes(killed), recovery),
         stalls_seconds=[row.stall_seconds for row in committed if row.stall_seconds is not None],
         fault_free=reference,
         recovered=recovered,

@@ -65,14 +65,11 @@ class Part:
     ours: bool = False
 
 
-def restart_parts(
-    kill: float, saved: float | None, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow"
-) -> list[Part]:
+def restart_parts(kill: float, left: float | None, reached: Mapping[str, float], recovery: "RecoveryRow") -> list[Part]:
     """The way from the kill to the first finished step of the new processes, in parts that follow each other.
 
     Args:
         kill: when the signal was sent, in Unix seconds, as all that follow.
-        saved: when the other rank had saved its state to host memory; None where it did not.
         left: when the failed life ended; None where rank 0, which keeps the journal, was killed.
         reached: when the last new process had reached what (`read_notes`).
         recovery: how the new life began.
@@ -80,9 +77,8 @@ def restart_parts(
     if left is None:
         parts = [Part("noticed, processes started anew", reached["started"] - kill)]
     else:
-        # The killed process ends, and the other rank computes until its next collective. Saving takes 5 ms of that.
-        parts = [] if saved is None else [Part("the other rank's collective fails; it saves its state", saved - kill)]
-        parts += [Part("it closes the run", left - (saved or kill), ours=True)]
+        # What its framework takes to notice is a small part: it is counted as ours, since closing is.
+        parts = [Part("the other rank notices, closes the run", left - kill, ours=True)]
         parts += [Part("it exits, processes are started anew", reached["started"] - left)]
     ways = {"load": recovery.load_seconds, "predict": recovery.predict_seconds, "inject": recovery.inject_seconds}
     restoring = sum(seconds or 0.0 for seconds in ways.values())
