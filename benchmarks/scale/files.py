@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from torch.distributed import TCPStore
+import torch.distributed as dist
 
 from cpsr.benchmarks.harness.ranks import run_ranks
 from cpsr.benchmarks.scale.calls import calls_of, delayed_seconds, holding_locks
@@ -134,11 +134,11 @@ def _heartbeats(run: SimulatedRun, count: Callable[..., int | None]) -> dict[str
 
 def _hearing(ranks: int) -> Cost:
     """What rank 0 does ten times a second, with the store in its own process."""
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     machines = [str(rank) for rank in range(RANKS_PER_MACHINE, ranks, RANKS_PER_MACHINE)]
     first = len(Report().to_bytes())
     for machine in machines:
-        store.set(machine, (Report().to_bytes() + Held().to_bytes()))  # type: ignore[arg-type] # it takes bytes as well
+        store.set(machine, Report().to_bytes() + Held().to_bytes())  # type: ignore[arg-type] # it takes bytes as well
 
     def hear() -> None:
         found = store.multi_get(machines)
