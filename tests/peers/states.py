@@ -9,7 +9,6 @@ from cpsr.checkpoint.arena import Sealed
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, load_states
-from cpsr.checkpoint.occupancy import Occupancy
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
@@ -48,7 +47,6 @@ class States:
             (file, HostBuffer(template, pinned=False, memory=file)) for file in files
         ]
         self._taken = 0
-        self.occupancy = Occupancy((file.path.name, None) for file in files)
 
     def seal(self, iteration: int) -> tuple[Path, Snapshot]:
         """The file that holds this iteration from now on, and its snapshot; in the next buffer, whatever it is for."""
@@ -58,16 +56,6 @@ class States:
     def image(self, iteration: int) -> Sealed:
         """The file that holds this iteration from now on, to be sent."""
         return Sealed.at(self.seal(iteration)[0], iteration)
-
-    def image_where_free(self, iteration: int) -> Sealed:
-        """The same in the buffer that a pool would take."""
-        snapshot = self.occupancy.take(iteration, keep_newest=True)
-        assert snapshot is not None
-        self.occupancy.begin_seal(snapshot)
-        path, _ = self._fill(snapshot.place, iteration)
-        self.occupancy.end_seal(snapshot, sealed=True)
-        self.occupancy.release(snapshot)
-        return Sealed.at(path, iteration)
 
     def _fill(self, index: int, iteration: int) -> tuple[Path, Snapshot]:
         file, buffer = self._buffers[index]

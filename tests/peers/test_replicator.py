@@ -267,39 +267,6 @@ def test_a_snapshot_that_is_overwritten_on_its_way_is_dropped_and_the_older_repl
         assert [(kind, iteration) for kind, _, iteration, _ in found["events"]] == [("replica dropped", 20)]
 
 
-FASTER = """
-states = States(memory, rank)
-slow_down(3_000_000)
-replicator = opened(states, replicas=1)
-link, seconds = replicator.outgoing[0], []
-link.on_replica = seconds.append
-arrived, iteration = set(), 0
-while not group.all(len(arrived) >= 4):
-    iteration += 1
-    state = states.image_where_free(iteration)
-    if not link.busy:
-        states.occupancy.keep([iteration])
-        replicator.offer(state)
-    time.sleep(0.02)  # of the 0.2 s that it takes
-    arrived |= set(replicated(1 - rank))
-group.barrier()
-found["arrived"], found["seconds"] = sorted(arrived), seconds
-replicas = [s for s in Arena(RUN_ID, memory).list() if s.rank == 1 - rank and "replica" in s.path.name]
-found["right"] = [is_right(s) for s in replicas if verify_memory_state(s) is None]
-group.barrier()
-replicator.close(remove=True)
-leave()
-"""
-
-
-def test_a_state_that_is_sent_is_not_overwritten_by_snapshots_that_come_faster(tmp_path: Path) -> None:
-    for found in run(FASTER, tmp_path, ["a", "b"]):
-        assert len(found["arrived"]) >= 4
-        assert found["events"] == [], "none was dropped"
-        assert all(found["right"])
-        assert all(seconds > 0.1 for seconds in found["seconds"])
-
-
 STAGES = """
 states = States(memory, rank)
 for stale in (f"{rank:05d}-replica-00007-0", f"{rank:05d}-replica-{rank:05d}-1"):
