@@ -56,7 +56,8 @@ class RankTimes:
     A checkpoint's stall is how much longer steps take from its begin until it is durable. That of a snapshot to memory
     is how much longer its step takes, since a thread that copies takes its time from training where all cores compute.
     It is at least as long as training waited. It is at most that and the copy: what the script does in the same steps,
-    as an evaluation, is not its cost. Until a time is measured in this life, that of the last life stands for it.
+    as an evaluation, is not its cost. Until a time is measured in this life, that of the last life stands for it; that
+    of snapshots to memory until some steps have shown it, of which a single one may also be shorter.
 
     Args:
         parameters: weights that the rank owns.
@@ -145,9 +146,12 @@ class RankTimes:
             if before is None and memory_alone and self.snapshots >= MEASURED:
                 before = RankCosts(0.0, 0.0, self._parameters, None)
             memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
+            known = len(self._memory["longer_seconds"]) >= MEASURED
         if (longer := memory.pop("longer_seconds", None)) is not None:
             memory["stall_seconds"] = max(memory["stall_seconds"], longer)
         if before is not None:
+            if not known and "stall_seconds" in before.memory:
+                memory.pop("stall_seconds", None)
             memory = {**before.memory, **memory}
         if not saves:
             return None if before is None else replace(before, memory=memory)

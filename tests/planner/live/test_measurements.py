@@ -78,6 +78,20 @@ def test_a_snapshot_to_memory_costs_what_its_step_takes_longer(step_seconds: flo
     assert "longer_seconds" not in costs.memory
 
 
+def test_until_enough_steps_show_what_a_snapshot_costs_that_of_the_last_life_stands_for_it() -> None:
+    """A single step may as well be shorter: snapshots would then be planned for what training waits alone."""
+    meter, costs = RankTimes(1000), []
+    meter.restore(vars(replace(COSTS, memory={"stall_seconds": 0.03})), replicates=False)
+    for _ in range(9):
+        meter.steps_seconds += [0.1] * 9
+        meter.snapshot(0.0003, 0.05)
+        meter.steps_seconds.append(0.09)
+        meter.settle()
+        if (known := meter.costs()) is not None:
+            costs.append(known.memory["stall_seconds"])
+    assert costs == [0.03] * 7 + [0.0003] * 2
+
+
 @pytest.mark.parametrize(("calm", "under_way"), [(4, [9.0]), (20, [])])
 def test_without_a_pace_or_a_step_it_is_what_training_waited(calm: int, under_way: list[float]) -> None:
     assert metered(calm, under_way) == 0.01
