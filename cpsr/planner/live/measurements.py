@@ -72,6 +72,7 @@ class RankTimes:
         self.steps_seconds: list[float] = []
         self._parameters = parameters
         self._calm: deque[float] = deque(maxlen=CALM_STEPS)
+        self._writing: deque[float] = deque(maxlen=CALM_STEPS)  # while a checkpoint is under way, without a snapshot
         self._under_way: list[float] | None = None
         self._snapshot: tuple[float, float] | None = None  # of the step under way: waited for, and copied for
         self._saves: deque[tuple[SaveOutcome, float]] = deque(maxlen=MEASURED)
@@ -96,14 +97,13 @@ class RankTimes:
     def _count(self, seconds: float) -> None:
         """Count one step; what a snapshot to memory alone takes of it is no cost of the disk."""
         snapshot, self._snapshot = self._snapshot, None
+        pace = self._calm if self._under_way is None else self._writing
+        if snapshot is None:
+            pace.append(seconds)
+        elif len(pace) >= CALM_STEPS_MIN:
+            self._memory["longer_seconds"].append(min(seconds - statistics.median(pace), sum(snapshot)))
         if self._under_way is not None:
             self._under_way.append(seconds if snapshot is None else seconds - snapshot[0])
-        elif snapshot is None:
-            self._calm.append(seconds)
-        elif len(self._calm) >= CALM_STEPS_MIN:
-            stall_seconds, copy_seconds = snapshot
-            longer = seconds - statistics.median(self._calm)
-            self._memory["longer_seconds"].append(min(longer, stall_seconds + copy_seconds))
 
     def durable(self, outcome: SaveOutcome) -> None:
         """The checkpoint is durable: its stall is at least the time in which training waited."""

@@ -65,8 +65,13 @@ def test_snapshots_to_memory_meanwhile_are_not_its_cost() -> None:
         (9.0, 0.007),  # the script evaluates in these steps: what it waited, and the copy
     ],
 )
-def test_a_snapshot_to_memory_costs_what_its_step_takes_longer(step_seconds: float, stall_seconds: float) -> None:
+@pytest.mark.parametrize("disk_is_slow", [False, True])
+def test_a_snapshot_to_memory_costs_what_its_step_takes_longer(
+    step_seconds: float, stall_seconds: float, disk_is_slow: bool
+) -> None:
     meter = RankTimes(1)
+    if disk_is_slow:  # so that a checkpoint is always under way
+        meter.begun()
     for _ in range(8):
         for _ in range(9):
             meter.steps_seconds.append(0.1)
