@@ -342,7 +342,7 @@ def _refusal(forecast: Forecast, recomputed: int | None) -> str | None:
 
 def _is_finite(values: torch.Tensor) -> bool:
     """Whether no value is NaN or infinite; one that is reaches the sum, which takes a third of the time."""
-    return math.isfinite(float(values.sum())) or bool(torch.isfinite(values).all())
+    return math.isfinite(float(values.sum(dtype=torch.float32))) or bool(torch.isfinite(values).all())
 
 
 def _to_device(value: Any, device: torch.device) -> Any:
