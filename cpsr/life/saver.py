@@ -55,7 +55,6 @@ class Saver:
 
     Attributes:
         saved_iteration: newest checkpoint; on ranks other than 0 it may be abandoned.
-        plan: the interval, agreed on by all ranks.
     """
 
     def __init__(
@@ -97,7 +96,7 @@ class Saver:
         self._interval_seconds = 0.0  # between the last two checkpoints that were begun
         self.saved_iteration = restored.checkpoint_iteration
         planning = {} if restored.scalars is None else restored.scalars.planning
-        self.plan: Plan = planner.first_plan(planning)
+        self.plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))
         target.on_report = attention.call
         target.start(store)
@@ -318,10 +317,19 @@ class Saver:
 
     # The plan
 
+    @property
+    def plan(self) -> Plan:
+        """The intervals, agreed on by all ranks."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan = plan
+        self._attention.call()  # what is due may be due sooner
+
     def adopt(self, plan: Plan, iteration: int) -> None:
         """Use an agreed plan from here on."""
         self.plan = plan
-        self._attention.call()
         self._journal.record(plan.row(self._journal.life, iteration))
 
 
