@@ -206,7 +206,7 @@ class Snapshots:
         By Young's formula, for the failures that go back to snapshots, and for those alone that leave the memory: a
         slow network replicates as often whatever this interval is. Also the time of a transfer, within which no
         snapshot waits for the network. Of the two next numbers of snapshots in an interval for each of these, the
-        cheapest: within 1% of the best of all. Where that exceeds the longest allowed, the fewest that do not.
+        cheapest: within 2% of the best of all. Where that exceeds the longest allowed, the fewest that do not.
 
         Args:
             intervals: in iterations.
