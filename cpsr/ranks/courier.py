@@ -75,7 +75,10 @@ class Courier:
         """Say this to all at once: it is the last word of this rank."""
         self.beat(heartbeat)
         self._board.alarm[0] += 1
-        self._write()
+        found = b""
+        for _ in self._board.ranks:  # of several that announce at once the last must write the newest
+            if found == (found := self._machine()) or not self._write(found):
+                break
 
     def heard(self, rank: int) -> Heartbeat | None:
         """The newest heartbeat of a rank that has arrived whole; None if there is none, or look again."""
@@ -92,7 +95,7 @@ class Courier:
         """
         board = self._board
         has_turn = board.carried[0] == self._carried
-        written = not has_turn or self._write()
+        written = not has_turn or self._write(self._machine())  # once: others beat meanwhile
         self.unknown = set()
         others = board.machines.keys() - {board.machine} if board.rank == 0 else {0} - {board.machine}
         for machine in sorted(others) if board.rank == 0 or has_turn else ():
@@ -118,12 +121,9 @@ class Courier:
     def _read(self, rank: int) -> bytes:
         return self._board.read(1 + rank, HEARTBEAT_BYTES, HEARTBEAT_AT)
 
-    def _write(self) -> bool:
-        written = None
+    def _write(self, data: bytes) -> bool:
         try:
-            while written != (found := self._machine()):  # of several at once the last must write the newest
-                self._files.write(self._board.machine, found)
-                written = found
+            self._files.write(self._board.machine, data)
         except OSError as error:
             ranks = ", ".join(map(str, self._board.ranks))
             self._report("not heard", f"heartbeats of rank {ranks} cannot be written: {error}")

@@ -277,6 +277,25 @@ def test_one_rank_of_a_machine_carries_and_another_takes_its_place(tmp_path: Pat
     assert "rank 2 sent no heartbeat" in reasons[0]
 
 
+def test_who_writes_for_its_machine_is_not_kept_by_beats_that_come_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On slow storage the others beat within each write: a rank that wrote again for each would seem to be stopped."""
+    watch = Watch(tmp_path, 4, 2, heartbeat_timeout_seconds=60.0)
+    written = list[bytes]()
+
+    def slowly(files: HeartbeatFiles, machine: int, data: bytes) -> None:
+        written.append(data)
+        assert len(written) < 10
+        watch.couriers[3].beat(Heartbeat(len(written)))
+
+    monkeypatch.setattr(HeartbeatFiles, "write", slowly)
+    assert watch.look(2, 1.0) is None
+    assert len(written) == 1
+    watch.couriers[2].announce(Heartbeat(9, phase=Phase.ENDED))
+    assert len(written) == 1 + 2
+
+
 def test_what_an_interrupted_carrier_writes_late_is_no_beat(tmp_path: Path) -> None:
     """A process that was stopped between reading the board and writing the file writes an older beat."""
     watch = Watch(tmp_path, 2, 2, heartbeat_timeout_seconds=60.0)
