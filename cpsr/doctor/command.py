@@ -122,7 +122,7 @@ def _meet() -> Iterator[Finding]:
 
 def _of_all(group: Group, needs: Needs) -> list[Finding]:
     """The findings of all ranks, on every rank; a collective."""
-    nodes = group.gather(this_node())
+    nodes = group.nodes
     found: list[Finding] = []
     if first_on_machine := group.rank == nodes.index(this_node()):
         found += _of_machine(needs, nodes.count(this_node()))
