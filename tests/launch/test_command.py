@@ -32,7 +32,8 @@ import os, signal, sys, torch.distributed as dist
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 dist.init_process_group("gloo")
-print("path", os.environ.get("PYTHONPATH"), [path for path in sys.path if "rank_start" in path])
+own = [path for path in sys.path if "rank_start" in path]
+print(f"path {os.environ.get('PYTHONPATH')} {own}")  # in one write: the other rank writes, too
 import no_such_module
 """
 # Another process takes the port that torchrun has chosen for the ranks, before rank 0 opens it.
