@@ -445,7 +445,7 @@ def _listed_in(directory: Path) -> dict[str, int]:
 
 
 def _drop_unlisted(checkpoints: Path, slabs: Iterable[str], found: Catalogue, others: Mapping[str, int] | None) -> None:
-    """Remove those of these slabs that no checkpoint lists and no running save writes.
+    """Remove the slabs among these that no checkpoint lists and no running save writes.
 
     None is removed while a checkpoint cannot be read. What cannot be removed keeps nothing else.
 

@@ -304,7 +304,7 @@ def _is_removed(path: Path) -> bool:
     except OSError as error:
         if path.is_symlink() or not path.is_dir():
             raise
-        _log.warning("%s stays: it cannot be removed (%s), which no checkpoint put there; remove it", path, error)
+        _log.warning("%s belongs to no checkpoint and cannot be removed (%s): remove it by hand", path, error)
         return False
     return True
 

@@ -85,9 +85,11 @@ class Draws:
             self._ahead = min(max(self._ahead + surplus, 0), self._depth)
         if self.by_another_thread:
             self._ahead = 0
-        self.untrained = list(self._recent)[-self._ahead :] if self._ahead else []
-        self.first = self.untrained[0] if self.untrained else None
-        self.next, self.requested = None, False
+        self._begin_step(list(self._recent)[-self._ahead :] if self._ahead else [])
+
+    def _begin_step(self, untrained: list[Draw]) -> None:
+        self.untrained, self.next, self.requested = untrained, None, False
+        self.first = untrained[0] if untrained else None
         self._draws = self._forwards = self._late = 0
 
     def _learn(self) -> None:
@@ -110,8 +112,8 @@ class Draws:
     def restart(self) -> None:
         """The state is another one, and no batch has been drawn from it."""
         self._recent.clear()
-        self.untrained, self.next, self.first, self.requested = [], None, None, False
-        self._ahead = self._draws = self._forwards = self._late = 0
+        self._ahead = 0
+        self._begin_step([])
 
 
 class DrawWarnings:

@@ -94,7 +94,7 @@ class LoopTail:
     @property
     def saves(self) -> bool:
         """Whether the state is to be saved as soon as it has a position in the data."""
-        return bool(self.waiting) and any(one.saves for one in self.waiting)
+        return any(one.saves for one in self.waiting)
 
     @property
     def between_steps(self) -> bool:
@@ -252,7 +252,7 @@ class Steps:
     def before_update(self) -> None:
         """An update begins: it uses the current learning rates."""
         rates = learning_rates(self._optimizers)
-        self.learning_rate = rates[0] if len(rates) == 1 else mean_rate(rates)
+        self.learning_rate = mean_rate(rates)
         self.rates = [*rates, *learning_rates(self._registered)] if self._registered else rates
 
     def end(self, iteration: int, applied: bool) -> Step:

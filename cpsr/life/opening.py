@@ -99,10 +99,8 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     run, free_bytes = _open_directory(adapter, config, group, writes, shard)
     number, branch, held, claimed = _last_life(run, group)
     journal = open_journal(config.run_dir, group, config.mode, max(number, claimed))
-    job, life.steps = (
-        Job(adapter, group, config, run, shard, journal),
-        Steps(adapter, journal, loop.losses, loop.state.optimizers),
-    )
+    job = Job(adapter, group, config, run, shard, journal)
+    life.steps = Steps(adapter, journal, loop.losses, loop.state.optimizers)
     opened.callback(_close_journal, job, life.steps, ending)
     claim_life(config.run_dir, journal.life, group)
     _start_beside(job, opened)

@@ -141,6 +141,6 @@ def _map(process: int, descriptor: int, ranks: int, token: bytes) -> tuple[mmap.
         if memory[-TOKEN_BYTES:] == token:
             return memory, opened
     except (OSError, ValueError) as error:
-        logger.debug("process %d has another file in place of a board: %s", process, error)
+        logger.debug("what process %d offers as its board is no board: %s", process, error)
     os.close(opened)
     return None

@@ -66,7 +66,8 @@ class Orders:
         Args:
             report: of all ranks.
             held: by all ranks.
-            ahead_steps: of windows: within which all should hear of it; None: snapshots are sent.
+            ahead_steps: where windows are sent, how many steps it takes all ranks to hear of an order; None: snapshots
+                are sent.
         """
         newest = self.newest
         if report.done < newest.number:
@@ -137,7 +138,7 @@ class Sender:
 
     @property
     def windows(self) -> bool:
-        """Whether windows are sent in place of snapshots."""
+        """Whether this job sends windows; otherwise it sends snapshots."""
         return self._send is None
 
     def open(
@@ -222,7 +223,7 @@ class Sender:
                 self._done = said.number
 
     def report(self) -> tuple[int, int]:
-        """Newest orders that this rank is done with, and of which its holders have the state."""
+        """The newest order that this rank is done with, and the newest whose state its holders have."""
         links = self.links or ()
         with self._lock:
             marked = self._marked

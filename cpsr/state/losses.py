@@ -93,8 +93,7 @@ class LossRecorder:
         Returns:
             Finished iterations whose losses have arrived (often none).
         """
-        losses = self._logged or self._micro
-        self.newest = losses[0] if len(losses) == 1 else _mean(losses)
+        self.newest = _mean(self._logged or self._micro)
         self._logged_before, self._logged, self._micro, self.open = self._logged, [], [], False
         if step is None:
             return []

@@ -20,11 +20,19 @@ HEARTBEAT_SECONDS = 1.5
 STEP_SECONDS = 1.0
 # From the end of a timeout to that of the process, on a busy machine; the timeout itself must have passed.
 LATE_SECONDS = 5.0
-# After so long rank 0 has seen the locks of the others: only then their end shows.
 WAIT_SECONDS = 60.0
+# After so long rank 0 has seen the locks of the others: only then their end shows.
 SEEN_SECONDS = 2 * BEAT_SECONDS
 HEARD = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS}
 MOVING = {"heartbeat_timeout_seconds": 10.0, "step_timeout_seconds": STEP_SECONDS}
+
+
+def all_hang(job: Ranks, size: int) -> float:
+    """Waits until all ranks hang and watch one another; returns the time."""
+    for rank in range(size):
+        job.wait_for(rank, "hangs")
+    time.sleep(SEEN_SECONDS)
+    return time.monotonic()
 
 
 def left(job: Ranks, rank: int) -> str:
@@ -102,10 +110,7 @@ def test_no_alarm_where_nothing_is_wrong(tmp_path: Path) -> None:
 
 def test_who_hangs_when_another_is_killed_dumps_and_leaves(tmp_path: Path) -> None:
     with ranks(tmp_path, size=3, faults=dict.fromkeys("012", "hangs")) as job:
-        for rank in range(3):
-            job.wait_for(rank, "hangs")
-        time.sleep(SEEN_SECONDS)
-        killed = time.monotonic()
+        killed = all_hang(job, 3)
         job.signal(1, signal.SIGKILL)
         for rank in (0, 2):
             left(job, rank)
@@ -149,10 +154,7 @@ def test_ranks_that_end_in_good_order_at_different_times_cause_no_alarm(tmp_path
 
 def test_a_killed_rank_is_noticed_on_its_machine_and_left_on_all(tmp_path: Path) -> None:
     with ranks(tmp_path, size=6, machines=3, faults=dict.fromkeys("012345", "hangs")) as job:
-        for rank in range(6):
-            job.wait_for(rank, "hangs")
-        time.sleep(SEEN_SECONDS)
-        killed = time.monotonic()
+        killed = all_hang(job, 6)
         job.signal(2, signal.SIGKILL)
         for rank in (0, 1, 3, 4, 5):
             left(job, rank)
@@ -162,10 +164,7 @@ def test_a_killed_rank_is_noticed_on_its_machine_and_left_on_all(tmp_path: Path)
 
 def test_a_machine_whose_processes_all_end_is_noticed_as_fast(tmp_path: Path) -> None:
     with ranks(tmp_path, size=4, machines=2, faults=dict.fromkeys("0123", "hangs")) as job:
-        for rank in range(4):
-            job.wait_for(rank, "hangs")
-        time.sleep(SEEN_SECONDS)
-        killed = time.monotonic()
+        killed = all_hang(job, 4)
         for rank in (2, 3):
             job.signal(rank, signal.SIGKILL)
         for rank in (0, 1):

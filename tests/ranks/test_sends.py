@@ -16,7 +16,7 @@ State = tuple[int, int]  # branch and iteration
 
 @dataclass
 class HolderLink:
-    """To a holder with two places, of which it overwrites the one that is not kept.
+    """To a holder that has room for two states, and overwrites the one that it need not keep.
 
     Attributes:
         holds: what the holder has.

@@ -79,7 +79,7 @@ class RankTimes:
         self._before: RankCosts | None = None
         names = ("stall_seconds", "copy_seconds", "replica_seconds")
         self._memory: dict[str, deque[float]] = {name: deque(maxlen=MEASURED) for name in names}
-        self._memory["longer_seconds"] = deque(maxlen=LONGER_STEPS)
+        self._longer: deque[float] = deque(maxlen=LONGER_STEPS)  # seconds by which those to memory alone lengthen steps
         self._lock = threading.Lock()
 
     def begun(self) -> None:
@@ -101,7 +101,7 @@ class RankTimes:
         if snapshot is None:
             pace.append(seconds)
         elif len(pace) >= CALM_STEPS_MIN:
-            self._memory["longer_seconds"].append(min(seconds - statistics.median(pace), sum(snapshot)))
+            self._longer.append(min(seconds - statistics.median(pace), sum(snapshot)))
         if self._under_way is not None:
             self._under_way.append(seconds if snapshot is None else seconds - snapshot[0])
 
@@ -146,11 +146,11 @@ class RankTimes:
             if before is None and memory_alone and self.snapshots >= MEASURED:
                 before = RankCosts(0.0, 0.0, self._parameters, None)
             memory = {name: statistics.median(seconds) for name, seconds in self._memory.items() if seconds}
-            known = len(self._memory["longer_seconds"]) >= MEASURED
-        if (longer := memory.pop("longer_seconds", None)) is not None:
-            memory["stall_seconds"] = max(memory["stall_seconds"], longer)
+            longer = list(self._longer)
+        if longer:
+            memory["stall_seconds"] = max(memory["stall_seconds"], statistics.median(longer))
         if before is not None:
-            if not known and "stall_seconds" in before.memory:
+            if len(longer) < MEASURED and "stall_seconds" in before.memory:
                 memory.pop("stall_seconds", None)
             memory = {**before.memory, **memory}
         if not saves:
