@@ -18,7 +18,7 @@ def test_snapshots_are_as_much_smaller_as_the_papers_say() -> None:
     window = found[small, WINDOW]
     assert window.fits
     assert window.snapshot_bytes <= found[small, IN_TURN].snapshot_bytes
-    assert window.round_snapshots == 4
+    assert window.round_snapshots == 3
     # Two of ten bytes of every weight are frozen in each snapshot: alone more than six of 64 experts take.
     assert not found[large, WINDOW].fits
 

@@ -1,5 +1,6 @@
 """Which operators each snapshot of a window holds whole, and where the snapshots of a window lie in their file."""
 
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
@@ -73,55 +74,71 @@ def has_shifted(before: Mapping[str, float], now: Mapping[str, float]) -> bool:
 
 
 def sparse_window(
-    active: Sequence[float], frozen: Sequence[float], budget_bytes: float
+    active: Sequence[float], frozen: Sequence[float], budget_bytes: float, iterations: int = 1
 ) -> tuple[list[list[int]], float]:
     """The fewest snapshots over which units can be spread, so that none is larger than the budget.
 
-    Each snapshot takes as many of the next units as fit, with all others counted as frozen. With equal units this is
-    Algorithm 1, `W = ceil(N / k)` for the largest k that fits. Only, the paper stops at two operators even where two
-    do not fit, and this function at one. Where units differ, one number k for all snapshots would let the largest of
-    them, an embedding say, set the window. No other division of the same order has fewer snapshots, as long as no
-    unit takes more frozen than active.
+    A snapshot holds the units whose turn it is, and the compute weights of those whose turn comes later; it takes as
+    many of the next units as fit. So the first one has the size that Algorithm 1 computes. The paper then gives every
+    snapshot as many units, `W = ceil(N / k)`. Here later ones, which hold fewer compute weights, take more of them, and
+    a window is as short or shorter. The paper stops at two operators even where two do not fit; this function at one.
+    No other division of the same order has fewer snapshots, if no unit takes more frozen than active.
 
     Args:
         active: bytes of each unit with its moments, in the order of their turns: the least popular first.
         frozen: bytes of its compute weights.
         budget_bytes: what one forward and backward hides. A unit that does not fit is alone in its snapshot, and
             training waits for it.
+        iterations: the fewest snapshots, where there are as many units.
 
     Returns:
         For each snapshot the places of its units; and the bytes of the largest.
 
     Source: moevement, section 3.5, Algorithm 1.
     """
-    all_frozen = float(sum(frozen))
+    later = float(sum(frozen))
     turns: list[list[int]] = []
     sizes = [0.0]
     for place, (whole, weights) in enumerate(zip(active, frozen, strict=True)):
-        if turns and sizes[-1] + whole - weights <= budget_bytes:
+        needed = iterations - len(turns)  # turns that are still to begin
+        later -= weights
+        if turns and sizes[-1] + whole - weights <= budget_bytes and needed < len(active) - place:
             turns[-1].append(place)
             sizes[-1] += whole - weights
         else:
             turns.append([place])
-            sizes.append(all_frozen + whole - weights)
+            sizes.append(whole + later)
     return turns, max(sizes)
 
 
-def schedule(units: Mapping[str, tuple[str, ...]], active: Sequence[int], iterations: int) -> Schedule:
-    """The turns of a window of so many iterations: units in their order, about as many bytes in each.
+def schedule(
+    units: Mapping[str, tuple[str, ...]], active: Sequence[int], frozen: Sequence[int], iterations: int
+) -> Schedule:
+    """The turns of a window of so many iterations: units in their order, the largest snapshot as small as possible.
+
+    It is the `sparse_window` of the smallest budget that so many iterations meet. So it keeps every budget for which
+    `sparse_window` needs no more of them.
 
     Args:
         units: as `units_of` gives them.
-        active: bytes of each.
-        iterations: of the window; a rank with fewer units has iterations without one.
+        active: bytes of each with its moments.
+        frozen: bytes of its compute weights.
+        iterations: of the window; a rank with fewer units spreads them.
     """
-    turns: list[list[str]] = [[] for _ in range(iterations)]
-    whole, before = max(1, sum(active)), 0
-    for names, size in zip(units.values(), active, strict=True):
-        middle = before + size / 2
-        turns[min(int(middle / whole * iterations), iterations - 1)] += names
-        before += size
-    return tuple(map(tuple, turns))
+    budgets = range(sum(active) + sum(frozen))
+    budget_bytes = bisect_left(budgets, True, key=lambda one: _fits(active, frozen, one, iterations))
+    turns, _ = sparse_window(active, frozen, budget_bytes, iterations)
+    names = list(units.values())
+    found: list[tuple[str, ...]] = [()] * iterations
+    for number, turn in enumerate(turns):
+        spread = (2 * number + 1) * iterations // (2 * len(turns))  # its own number where there are as many
+        found[spread] = tuple(name for place in turn for name in names[place])
+    return tuple(found)
+
+
+def _fits(active: Sequence[int], frozen: Sequence[int], budget_bytes: int, iterations: int) -> bool:
+    turns, largest = sparse_window(active, frozen, budget_bytes)
+    return largest <= budget_bytes and len(turns) <= iterations
 
 
 def _layer_of(operator: str) -> str:

@@ -234,10 +234,11 @@ class Windows:
         experts = experts_of(self._job.adapter.mixture, operators)
         self._units = units_of(self._job.shard, experts, self._popularity)
         self._active = [sum(operators[one].state_bytes for one in names) for names in self._units.values()]
+        self._frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
         self._reordered = True  # since the last layout
 
     def _laid_out(self, iterations: int) -> WindowLayout:
-        turns = schedule(self._units, self._active, iterations)
+        turns = schedule(self._units, self._active, self._frozen, iterations)
         return WindowLayout(self._job.shard, turns, self._compute)
 
     def _wanted_iterations(self) -> int:
@@ -245,8 +246,7 @@ class Windows:
         budget = self.recorder.copies.bytes
         if budget is None or not self._units:
             return len(self._layout.turns)
-        frozen = [sum(map(self._compute_bytes, names)) for names in self._units.values()]
-        return len(sparse_window(self._active, frozen, budget)[0])
+        return len(sparse_window(self._active, self._frozen, budget)[0])
 
     def _most_iterations(self, wanted: int) -> int:
         """So many, or fewer where this machine lacks the memory: later turns keep weights of more iterations."""
