@@ -12,19 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from cpsr.config import ExpertsConfig
-from cpsr.engines.adapter import EngineAdapter, Mixture
-from cpsr.engines.moe.operators import Expert, ExpertLayer, ModelOperators, check_shared, experts_of
-from cpsr.engines.moe.token_counts import zeros
-from cpsr.errors import ConfigError
+from cpsr.engines.adapter import Mixture
+from cpsr.engines.moe.operators import ExpertLayer, ModelOperators, experts_of
 from cpsr.experts.account import ExpertAccount, Loss
 from cpsr.experts.memory_turns import MemoryTurns
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.policies import Budget, DynamicK, Load, LoadAware, Policy, Sequential
+from cpsr.experts.routed import RoutedTokens, unit_name
 from cpsr.experts.tokens import TokenHistory
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
-__all__ = ["ExpertSaving", "policy_named", "trained_experts", "unit_name", "units_of"]
+__all__ = ["ExpertSaving", "policy_named", "trained_experts"]
 
 # Enough writes that one slow write changes little, few enough that the bandwidth follows the disk.
 MEASURED_SAVES = 5
@@ -39,79 +38,43 @@ class ExpertSaving:
         ...                                               # its small state has saving.state_dict()
 
     A life that begins with a checkpoint passes its state to `load_state_dict`, then calls `restored`. A roll-back does
-    the same after `forget`. Each life counts popularity from zero.
+    the same after `forget`.
 
-    Made by `of`.
+    Args:
+        tokens: counts those of this life.
+        mixture: of the engine.
+        shard: of this rank.
+        config: with a policy.
+        group: the ranks; making it is a collective.
 
     Attributes:
+        tokens: as given.
         units: operator name in this rank's shard -> unit, for experts' parameters alone.
-        trained: see `trained_experts`.
         in_memory: which experts snapshots in host memory copy.
     """
 
     def __init__(
-        self,
-        adapter: EngineAdapter,
-        mixture: Mixture,
-        operators: ModelOperators,
-        shard: Shard,
-        config: ExpertsConfig,
-        group: Group,
+        self, tokens: RoutedTokens, mixture: Mixture, shard: Shard, config: ExpertsConfig, group: Group
     ) -> None:
-        self.units = units_of(operators, shard)
-        self.trained = trained_experts(mixture, shard, group)
-        self._adapter = adapter
-        self._counts = mixture.token_counts()
+        self.tokens, self.units = tokens, tokens.units
+        self._counted = tokens.sums  # of which the history knows
         self._config = config
         self._group = group
-        self._layers = sized_layers(operators, shard, group)
+        self._layers = sized_layers(tokens.operators, shard, group)
         self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
         self._written_beside_bytes: float = self._non_expert_bytes
         sizes = {name: shard.operators[name].state_bytes for name in self.units}
         self.in_memory = MemoryTurns(self.units, sizes, self._non_expert_bytes)
         self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
-        self._tokens = zeros(self._layers)  # routed in this life
-        self._history = TokenHistory(self._layers, adapter.iteration)
+        self._history = TokenHistory(self._layers, tokens.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
         self._step = 0
-        self._iteration = adapter.iteration
         self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
         self._interval_seconds = math.nan
-
-    @staticmethod
-    def of(adapter: EngineAdapter, shard: Shard, config: ExpertsConfig, group: Group) -> "ExpertSaving | None":
-        """The configured instance; None for the policy `none`. A collective.
-
-        Raises:
-            ConfigError: the model has no layers of experts, or one that the ranks cannot share; see `check_shared`.
-            UnsupportedEngineError: see `check_shared`, `Mixture.operators`.
-        """
-        if config.policy == "none":
-            return None
-        mixture = adapter.mixture
-        operators = None if mixture is None else mixture.operators()
-        check_shared(operators, group.gather)
-        if mixture is None or operators is None or not operators.layer_names:
-            raise ConfigError(
-                f"experts.policy = {config.policy!r}, and the model has no layers of experts that CPSR knows: set it "
-                "to none, or tell TorchAdapter of them (experts=MixtureOfExperts(...))"
-            )
-        return ExpertSaving(adapter, mixture, operators, shard, config, group)
 
     def shares_rest(self, non_expert_bytes: float | None) -> None:
         """Bytes beside experts that this rank writes on average; other ranks write some replicas. None: all."""
         self._written_beside_bytes = self._non_expert_bytes if non_expert_bytes is None else non_expert_bytes
-
-    # On every step; nothing here waits for the device
-
-    def begin_forward(self) -> None:
-        """A training forward begins: `StepObserver.on_forward`."""
-        self._counts.begin_forward()
-
-    def end_iteration(self, iteration: int, applied: bool) -> None:
-        """A step is complete: `StepObserver.after_step`."""
-        self._counts.end_iteration(iteration, applied)
-        self._iteration = iteration
 
     # On every checkpoint
 
@@ -155,9 +118,9 @@ class ExpertSaving:
 
     def forget(self) -> None:
         """The weights were rewound or replaced: drop counts of undone steps."""
-        self._counts.forget()
-        self._iteration = self._adapter.iteration
-        self._history.reach(self._iteration)
+        self.tokens.forget()
+        self._counted = self.tokens.sums
+        self._history.reach(self.tokens.iteration)
         self._history.undone()
 
     def restored(self, taken_at: Mapping[str, int], iteration: int) -> dict[str, Any]:
@@ -197,7 +160,7 @@ class ExpertSaving:
             ValueError: it is of a model with other layers of experts.
         """
         self.forget()
-        history = TokenHistory(self._layers, self._iteration)
+        history = TokenHistory(self._layers, self.tokens.iteration)
         if state:
             history.load_state_dict(state["tokens"])
         self._account.load_state_dict(state)
@@ -207,29 +170,21 @@ class ExpertSaving:
                 self._policy.load_state_dict(state["dynamic_k"])
             self._step = state["step"]
 
-    @property
-    def popularity(self) -> dict[str, float]:
-        """Operator -> tokens of its expert in this life, for this rank's experts; empty before any was counted."""
-        tokens = numpy.concatenate(self._tokens).tolist()
-        if not any(tokens):
-            return {}
-        of_units = dict(zip(map(unit_name, self._history.experts), tokens, strict=True))
-        return {name: of_units[unit] for name, unit in self.units.items()}
-
     def close(self) -> None:
-        """Remove the hooks, and restore the capacities."""
-        self._counts.remove()
+        """Restore the capacities."""
         self._account.close()
 
     # Parts of the above
 
     def _take(self) -> None:
         """Add tokens routed since the last checkpoint; a collective, and the host waits for the device."""
-        for counted in self._counts.take():
-            self._tokens = tuple(sums + new for sums, new in zip(self._tokens, counted.tokens, strict=True))
-            self._history.count(counted.tokens)
-            self._account.observe(counted.tokens)
-        self._history.reach(self._iteration)
+        before, tokens = self._counted, self.tokens
+        tokens.take()
+        self._counted = tokens.sums
+        routed = [now - then for now, then in zip(tokens.sums, before, strict=True)]
+        self._history.count(routed)
+        self._account.observe(routed)
+        self._history.reach(tokens.iteration)
         self._account.set_capacities()
 
     def _budget(self, measured: Sequence[float | None]) -> Budget:
@@ -286,21 +241,6 @@ def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: in
         "moetion": Moetion,
     }
     return plain[name](layers)
-
-
-def unit_name(expert: Expert) -> str:
-    """Name of an expert in checkpoints: layer and index, `00000-00012`."""
-    return f"{expert.layer:05d}-{expert.index:05d}"
-
-
-def units_of(operators: ModelOperators, shard: Shard) -> dict[str, str]:
-    """Operator name in the shard -> `unit_name` of its expert, for experts' parameters alone."""
-    return {
-        name: unit_name(expert)
-        for expert, names in operators.parameters.items()
-        for name in names
-        if name in shard.operators
-    }
 
 
 def trained_experts(mixture: Mixture, shard: Shard, group: Group) -> frozenset[str]:

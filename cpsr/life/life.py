@@ -30,6 +30,7 @@ from cpsr.restart.restore import Restorer
 from cpsr.restart.restored_state import Restored
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.routed import RoutedTokens
     from cpsr.experts.saving import ExpertSaving
     from cpsr.planner.live.job_planner import JobPlanner
 
@@ -47,6 +48,7 @@ class Life:
 
     Attributes:
         restored: the state that this life began with, or the one after a roll-back.
+        tokens: counts those of experts; None: nothing needs them.
         experts: chooses the experts that a checkpoint saves; None: all of them.
         rehearsed: cuts short a life that `cpsr rehearse` watches; None: nobody watches it.
 
@@ -58,6 +60,7 @@ class Life:
     restored: Restored
     restorer: Restorer
     memory: HostMemory
+    tokens: "RoutedTokens | None"
     experts: "ExpertSaving | None"
     steps: Steps
     witnessing: Witnessing
@@ -138,8 +141,8 @@ class Life:
         loop.losses.open = True
         if loop.tail.waiting:
             loop.tail.finish()
-        if self.experts is not None:
-            self.experts.begin_forward()
+        if self.tokens is not None:
+            self.tokens.begin_forward()
         if self.witnessing.looks:
             self.witnessing.on_forward()
         if self.memory.pool.engine.writes.mark is not None:
@@ -182,8 +185,8 @@ class Life:
             self.job.group.attendance.train(iteration)
         step = self.steps.end(iteration, applied)
         self.loop.after_step(step)
-        if self.experts is not None:
-            self.experts.end_iteration(iteration, applied)
+        if self.tokens is not None:
+            self.tokens.end_iteration(iteration, applied)
         if self.memory.windows is not None:
             self.memory.after_step(iteration)
         if looks:

@@ -98,8 +98,8 @@ class MemorySnapshots:
             return None
         self._ended += 1
         if self._ended == MEASURED_ITERATIONS:
-            windows.agree(iteration)
-            self._planner.note_window(windows.iterations)
+            self._policy.count_tokens()
+            self.after_checkpoint(iteration)
 
         def capture_part() -> None:
             sender = self._sender

@@ -29,6 +29,7 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.moe.operators import experts_of
 from cpsr.engines.offload import offloaded_activations
 from cpsr.engines.optimizer_state import second_moment_decay
+from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.job import Ending, Job
 from cpsr.journal import open_journal
 from cpsr.life.leaving import Leaving
@@ -58,6 +59,7 @@ from cpsr.state.loader_workers import prepared_workers
 from cpsr.state.shard import Shard
 
 if TYPE_CHECKING:
+    from cpsr.experts.routed import RoutedTokens
     from cpsr.experts.saving import ExpertSaving
     from cpsr.life.life import Life
     from cpsr.planner.live.job_planner import JobPlanner
@@ -88,7 +90,11 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     group, shard = Group(), adapter.shard()
     opened.callback(_close_group, group, ending)
     # Mode exact restores no expert older than its checkpoint, and so saves all of them.
-    life.experts = None if exact else _expert_saving(config, adapter, shard, group)
+    chooses = config.experts.policy != "none" and not exact
+    life.tokens = _routed_tokens(config, adapter, shard, group, chooses=chooses)
+    if life.tokens is not None:
+        opened.callback(life.tokens.close)
+    life.experts = _expert_saving(config, adapter, shard, group, life.tokens) if chooses else None
     if life.experts is not None:
         opened.callback(life.experts.close)
     writes = _write_assignment(adapter, config, group, life.experts, shard)
@@ -278,22 +284,52 @@ def _planner(job: Job, loop: Loop) -> "JobPlanner":
     )
 
 
-def _expert_saving(config: CPSRConfig, adapter: EngineAdapter, shard: Shard, group: Group) -> "ExpertSaving | None":
-    """What chooses the experts that a checkpoint saves; None: all are saved. A collective."""
-    if config.experts.policy == "none":
+def _routed_tokens(
+    config: CPSRConfig, adapter: EngineAdapter, shard: Shard, group: Group, *, chooses: bool
+) -> "RoutedTokens | None":
+    """Counts the tokens of a mixture's experts, where a policy or the order of windows needs them. A collective.
+
+    Raises:
+        ConfigError, UnsupportedEngineError: see `RoutedTokens.of`; a policy chooses, and the model has no experts.
+    """
+    if not chooses and not config.replay.enabled:
         return None
+    from cpsr.experts.routed import RoutedTokens
+
+    try:
+        tokens = RoutedTokens.of(adapter, shard, group)
+    except (ConfigError, UnsupportedEngineError) as error:
+        if chooses:
+            raise
+        if group.rank == 0:
+            logger.warning("tokens are not counted, and windows take experts in the order of the model: %s", error)
+        return None
+    if tokens is None and chooses:
+        raise ConfigError(
+            f"experts.policy = {config.experts.policy!r}, and the model has no layers of experts that CPSR knows: set "
+            "it to none, or tell TorchAdapter of them (experts=MixtureOfExperts(...))"
+        )
+    return tokens
+
+
+def _expert_saving(
+    config: CPSRConfig, adapter: EngineAdapter, shard: Shard, group: Group, tokens: "RoutedTokens | None"
+) -> "ExpertSaving":
+    """What chooses the experts that a checkpoint saves. A collective."""
     from cpsr.experts.saving import ExpertSaving
 
     experts = config.experts
     if config.replay.enabled:  # no layer has more capacity for a while: a repeated iteration would drop other tokens
         experts = experts.model_copy(update={"recovering_capacity_fraction": 0.0})
-    return ExpertSaving.of(adapter, shard, experts, group)
+    assert tokens is not None
+    assert adapter.mixture is not None
+    return ExpertSaving(tokens, adapter.mixture, shard, experts, group)
 
 
 def _policy(life: "Life", writes: WriteAssignment | None) -> Whole:
     """What decides what each checkpoint holds."""
     if life.experts is None:
-        return Whole(writes)
+        return Whole(writes, life.tokens)
     in_turns = life.job.config.memory.interval_iterations is not None  # as the units of the buffers
     return SomeExperts(life.experts, writes, life.restored, in_turns=in_turns)
 

@@ -11,6 +11,7 @@ from cpsr.journal import Beginning
 from cpsr.restart.restored_state import Restored
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.routed import RoutedTokens
     from cpsr.experts.saving import ExpertSaving
 
 __all__ = ["SomeExperts", "Whole"]
@@ -21,16 +22,24 @@ class Whole:
 
     Args:
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
+        tokens: counts those of experts; None: nobody needs them.
 
     Attributes:
         writes: as given, until `write_own`.
-        popularity: operator -> score of its expert; empty: none has one.
     """
 
-    popularity: Mapping[str, float] = {}
+    def __init__(self, writes: WriteAssignment | None, tokens: "RoutedTokens | None" = None) -> None:
+        self.writes, self._tokens = writes, tokens
 
-    def __init__(self, writes: WriteAssignment | None) -> None:
-        self.writes = writes
+    @property
+    def popularity(self) -> Mapping[str, float]:
+        """Operator -> score of its expert, as last counted; empty: none has one."""
+        return {} if self._tokens is None else self._tokens.popularity
+
+    def count_tokens(self) -> None:
+        """Count what was routed to experts up to now; a collective, and the host waits for the device."""
+        if self._tokens is not None:
+            self._tokens.take()
 
     def write_own(self) -> None:
         """From now on each rank writes all of its own state."""
@@ -43,6 +52,7 @@ class Whole:
             iteration: of the checkpoint.
             whole: nothing is left out.
         """
+        self.count_tokens()
         return self._written(Contents(), None)
 
     def _written(self, contents: Contents, chosen: frozenset[str] | None) -> Contents:
@@ -71,6 +81,8 @@ class Whole:
 
     def rewound(self) -> None:
         """The run has gone back: earlier checkpoints no longer lead to it."""
+        if self._tokens is not None:
+            self._tokens.forget()
 
     def state_dict(self) -> dict[str, Any]:
         """For the small state of a checkpoint: plain data."""
@@ -90,17 +102,12 @@ class SomeExperts(Whole):
     def __init__(
         self, experts: "ExpertSaving", writes: WriteAssignment | None, restored: Restored, *, in_turns: bool
     ) -> None:
-        super().__init__(writes)
+        super().__init__(writes, experts.tokens)
         self._experts, self._in_turns = experts, in_turns
         self._all_next = True  # until a checkpoint of this attempt has all of them, none can be left out
         # The engine may have younger experts than the checkpoint of its iteration, if there is one.
         older = restored.beginning is Beginning.OLDER_EXPERTS or any(one.tier == "memory" for one in restored.sources)
         self._whole_iteration = None if older else restored.restored_iteration  # if the last checkpoint has all experts
-
-    @property
-    def popularity(self) -> Mapping[str, float]:  # type: ignore[override]
-        """See `Whole`."""
-        return self._experts.popularity
 
     def write_own(self) -> None:
         """See `Whole.write_own`."""

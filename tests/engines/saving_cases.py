@@ -13,7 +13,8 @@ from cpsr.engines import adapt
 from cpsr.engines.moe.operators import DEEPSPEED, Expert
 from cpsr.errors import UnsupportedEngineError
 from cpsr.experts.completeness import wrong_experts
-from cpsr.experts.saving import ExpertSaving, unit_name
+from cpsr.experts.routed import RoutedTokens, unit_name
+from cpsr.experts.saving import ExpertSaving, trained_experts
 from cpsr.qualify.conformance import Recorder, run, seed
 from cpsr.qualify.deepspeed_jobs import EXPERTS, DeepSpeedJob, TinyMoE, configuration, initialize
 from cpsr.qualify.torch_jobs import BATCH, LENGTH
@@ -31,10 +32,10 @@ class Watching(Recorder):
         self._saving = saving
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._saving.begin_forward()
+        self._saving.tokens.begin_forward()
 
     def after_step(self, iteration: int, applied: bool) -> None:
-        self._saving.end_iteration(iteration, applied)
+        self._saving.tokens.end_iteration(iteration, applied)
 
 
 def alike(value: Any) -> Any:
@@ -48,8 +49,11 @@ def alike(value: Any) -> Any:
 def saving_job(expert_parallel: int, stage: int, **settings: Any) -> tuple[DeepSpeedJob, ExpertSaving]:
     seed(1)
     job = DeepSpeedJob(initialize(TinyMoE(expert_parallel), configuration(stage, "fp32")))
-    saving = ExpertSaving.of(job.adapter, job.adapter.shard(), ExpertsConfig(**settings), Group())
-    assert saving is not None
+    adapter, shard, group = job.adapter, job.adapter.shard(), Group()
+    tokens = RoutedTokens.of(adapter, shard, group)
+    assert tokens is not None
+    assert adapter.mixture is not None
+    saving = ExpertSaving(tokens, adapter.mixture, shard, ExpertsConfig(**settings), group)
     job.adapter.attach(Watching(saving))
     return job, saving
 
@@ -63,9 +67,11 @@ def a_run(expert_parallel: int, stage: int, policy: str) -> None:
         for name in shard.operators
         if PREFIX in name
     }
-    trained = ("up.weight", "up.bias", "down.weight", "down.bias")
-    assert saving.trained == {
-        f"{layer}.{PREFIX}.{index}.{name}" for layer in LAYERS for index in range(EXPERTS) for name in trained
+    parameters = ("up.weight", "up.bias", "down.weight", "down.bias")
+    assert job.adapter.mixture is not None
+    trained = trained_experts(job.adapter.mixture, shard, Group())
+    assert trained == {
+        f"{layer}.{PREFIX}.{index}.{name}" for layer in LAYERS for index in range(EXPERTS) for name in parameters
     }
     gathered: list[Any] = [None, None]
     pieces = {
@@ -73,9 +79,9 @@ def a_run(expert_parallel: int, stage: int, policy: str) -> None:
         for name, one in shard.operators.items()
     }
     torch.distributed.all_gather_object(gathered, pieces)
-    assert wrong_experts(dict(enumerate(gathered)), {}, DEEPSPEED, saving.trained) is None
+    assert wrong_experts(dict(enumerate(gathered)), {}, DEEPSPEED, trained) is None
     if expert_parallel == 2:
-        assert wrong_experts({rank: gathered[rank]}, {}, DEEPSPEED, saving.trained) is not None
+        assert wrong_experts({rank: gathered[rank]}, {}, DEEPSPEED, trained) is not None
 
     saved_at = dict.fromkeys(ALL, 0)
     for step in range(5):

@@ -18,6 +18,7 @@ from cpsr.config import ExpertsConfig
 from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.errors import ConfigError
+from cpsr.experts.routed import RoutedTokens
 from cpsr.experts.saving import ExpertSaving
 from cpsr.qualify.conformance import Recorder
 from cpsr.ranks.group import Group
@@ -79,10 +80,17 @@ class Watching(Recorder):
         self._saving = saving
 
     def on_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._saving.begin_forward()
+        self._saving.tokens.begin_forward()
 
     def after_step(self, iteration: int, applied: bool) -> None:
-        self._saving.end_iteration(iteration, applied)
+        self._saving.tokens.end_iteration(iteration, applied)
+
+
+def saving_of(adapter: TorchAdapter, config: ExpertsConfig, group: Group) -> ExpertSaving:
+    tokens = RoutedTokens.of(adapter, adapter.shard(), group)
+    assert tokens is not None
+    assert adapter.mixture is not None
+    return ExpertSaving(tokens, adapter.mixture, adapter.shard(), config, group)
 
 
 class Job:
@@ -96,10 +104,8 @@ class Job:
         self.optimizer = torch.optim.AdamW(trained)
         self.adapter = TorchAdapter(self.model, self.optimizer, experts=MixtureOfExperts(counts_of))
         settings.setdefault("policy", "sequential")
-        saving = ExpertSaving.of(self.adapter, self.adapter.shard(), ExpertsConfig(**settings), Group())
-        assert saving is not None
-        self.saving = saving
-        self.adapter.attach(Watching(saving))
+        self.saving = saving_of(self.adapter, ExpertsConfig(**settings), Group())
+        self.adapter.attach(Watching(self.saving))
 
     def train(self, *numbers: Sequence[int]) -> int:
         """One step with so many tokens for each expert; gives its iteration."""
@@ -138,20 +144,14 @@ class TestUnits:
     def test_frozen_experts_have_nothing_to_save(self) -> None:
         job = Job((3, 2), frozen="layers.0.experts.1.")
         assert "00000-00001" not in job.saving.units.values()
-        assert job.saving.trained == job.saving.units.keys()
         assert Job((2, 2), frozen=".experts.").saving.units == {}
 
-    def test_no_policy_asks_for_nothing(self) -> None:
-        module = nn.Linear(2, 2)
-        adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()))
-        assert ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(), Group()) is None
-
     @pytest.mark.parametrize("experts", [None, MixtureOfExperts(counts_of)])
-    def test_a_model_without_experts_is_refused(self, experts: MixtureOfExperts | None) -> None:
+    def test_a_model_without_experts_is_refused(self, tmp_path: Path, experts: MixtureOfExperts | None) -> None:
         module = nn.Linear(2, 2)
         adapter = TorchAdapter(module, torch.optim.AdamW(module.parameters()), experts=experts)
         with pytest.raises(ConfigError, match=r"experts\.policy = 'moetion', and the model has no layers of experts"):
-            ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy="moetion"), Group())
+            CPSRRecovery(adapter, {"run_dir": tmp_path, "experts": {"policy": "moetion"}}).__enter__()
 
 
 class TestChoosing:
@@ -174,7 +174,7 @@ class TestChoosing:
         saving = Job((3, 2), policy=policy).saving
         seen: set[str] = set()
         for iteration in range(1, 7):
-            saving.end_iteration(iteration, applied=True)
+            saving.tokens.end_iteration(iteration, applied=True)
             seen.update(saving.choose(iteration, whole=False) or ())
         assert seen == set(saving.units.values())
 
@@ -254,9 +254,8 @@ SCRIPT = textwrap.dedent(
     from cpsr.config import ExpertsConfig
     from cpsr.engines import TorchAdapter
     from cpsr.engines.moe.token_counts import MixtureOfExperts
-    from cpsr.experts.saving import ExpertSaving
     from cpsr.ranks.group import Group
-    from tests.experts.test_saving import EXPERT_BYTES, Model, Watching, counts_of
+    from tests.experts.test_saving import EXPERT_BYTES, Model, Watching, counts_of, saving_of
     dist.init_process_group("gloo")
     rank, group = dist.get_rank(), Group()
     torch.manual_seed(0)
@@ -266,7 +265,7 @@ SCRIPT = textwrap.dedent(
     adapter = TorchAdapter(called, optimizer, experts=MixtureOfExperts(counts_of))
     found = {}
     for policy in ("load_aware", "moetion"):
-        saving = ExpertSaving.of(adapter, adapter.shard(), ExpertsConfig(policy=policy), group)
+        saving = saving_of(adapter, ExpertsConfig(policy=policy), group)
         adapter.attach(Watching(saving))
         chosen = []
         for step in range(3):
@@ -280,7 +279,7 @@ SCRIPT = textwrap.dedent(
         report = saving.restored({"00000-00000": adapter.iteration - rank}, adapter.iteration)
         found[policy] = [chosen, report["layers"][0]["oldest_iteration"] - adapter.iteration, report["lost_portion"]]
         adapter.detach()
-        saving.close()
+        saving.tokens.close()
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
     dist.destroy_process_group()

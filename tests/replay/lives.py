@@ -46,7 +46,7 @@ class LifeOf:
         factor: on the loss; another one than in the life before makes another training.
         damage: a byte of the newest window is flipped before.
         shrinks: the loop multiplies weights after each step whose turn comes last.
-        mixture: the model has experts, and some of them in a checkpoint.
+        mixture: the model has experts, whose tokens are counted.
         logged: the loop reports its losses.
         replicated: a peer holds what is in memory when the loop begins.
     """
@@ -104,8 +104,7 @@ def live(run_dir: Path, life: LifeOf) -> dict[str, Any]:
     )
     config = {
         "run_dir": str(run_dir),
-        "mode": "auto" if life.mixture else "exact",  # exact saves all experts, and counts no tokens
-        "experts": {"policy": "sequential" if life.mixture else "none"},
+        "mode": "exact",
         "checkpoint": {"interval_iterations": life.interval_iterations},
         "replay": {"enabled": life.enabled, "window_iterations": life.window_iterations},
     }

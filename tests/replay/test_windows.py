@@ -120,15 +120,16 @@ def test_the_number_of_iterations_is_measured(lives: Lives) -> None:
     require_rest(back, lives)
 
 
-@pytest.mark.parametrize("policy", ["sequential", "none"])
-def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path: Path, policy: str) -> None:
+@pytest.mark.parametrize(("mode", "policy", "checkpoint"), [("auto", "sequential", 4), ("exact", "none", 1000)])
+def test_popular_experts_have_their_turns_last(tmp_path: Path, mode: str, policy: str, checkpoint: int) -> None:
+    """Whatever a checkpoint holds; tokens are first counted after ten iterations."""
     model = nn.Sequential(Routed(8), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = torch.randn(40, 8)
     config = {
         "run_dir": str(tmp_path / "run"),
-        "mode": "auto",
-        "checkpoint": {"interval_iterations": 4},
+        "mode": mode,
+        "checkpoint": {"interval_iterations": checkpoint},
         "replay": {"enabled": True, "window_iterations": 5},
         "experts": {"policy": policy},
     }
@@ -147,7 +148,7 @@ def test_popular_experts_have_their_turns_last_where_tokens_are_counted(tmp_path
         finally:
             remove_memory_states(run_id(tmp_path / "run"))
     order = sorted(range(4), key=lambda expert: anchors[f"0.experts.{expert}.weight"])
-    assert order == ([1, 3, 2, 0] if policy == "sequential" else [0, 1, 2, 3])
+    assert order == [1, 3, 2, 0]
 
 
 def test_no_window_is_kept_where_the_optimizer_has_tensors_of_several_parameters(tmp_path: Path) -> None:
