@@ -13,6 +13,7 @@ from cpsr.errors import NotResumableError
 from cpsr.hints.placement import Pace
 from cpsr.hints.source import FunctionSource
 from cpsr.hints.values import Arguments, Encoder, is_stateful, restored
+from cpsr.state.codec import encode
 from cpsr.state.host_random import capture_host_rng, restore_host_rng
 
 __all__ = ["Call"]
@@ -125,6 +126,8 @@ class Call:
 
     def due(self, hint: int) -> bool:
         """Whether `save` is to be called at this hint."""
+        around = ((number, self._loops[number]) for number in self._source.loops_around[hint])
+        loops = [(number, loop.position, loop.length) for number, loop in around]
         if self.target:
             assert self.target == hint, (self.target, hint)
             assert self._saved is not None
@@ -132,10 +135,9 @@ class Call:
             restore_host_rng(self._saved["random"])
             self._saved = None
             self._checked.add(hint)
-            self._pace.begin()
+            self._pace.begin(loops)
             return False
-        loops = [self._loops[number] for number in self._source.loops_around(hint)]
-        self._wanted = self._pace.due(hint, [(loop.position, loop.length) for loop in loops])
+        self._wanted = self._pace.due(loops)
         return self._wanted or hint not in self._checked
 
     def save(self, hint: int, variables: dict[str, Any]) -> None:
@@ -157,17 +159,20 @@ class Call:
             raise NotResumableError(f"{place}: no checkpoint is possible at this hint: {why}") from None
         finally:
             variables.clear()  # Python keeps it with the function, and everything in it
+        self._checked.add(hint)
         if self._wanted:
             self._save(content)
-        self._checked.add(hint)
-        self._pace.took(perf_counter() - started, checkpoint=self._wanted)
+            self._pace.took(perf_counter() - started)
+        else:
+            _, tensors = encode(content)
+            self._pace.looked(perf_counter() - started, sum(one.nbytes for one in tensors.values()))
 
     def _content(self, hint: int, variables: Mapping[str, Any]) -> dict[str, Any]:
         encoder = Encoder(self._arguments)
         names = sorted(self._source.live[hint] & variables.keys())
         roots = {name: encoder.add(variables[name], f"the variable '{name}'") for name in names}
         loops = []
-        for number in self._source.loops_around(hint):
+        for number in self._source.loops_around[hint]:
             loop, line = self._loops[number], self._source.loops[number - 1].lineno
             loops.append([number, encoder.add(loop.source, f"what the loop in line {line} goes over"), loop.position])
         return {

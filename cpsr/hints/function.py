@@ -81,7 +81,7 @@ class Resumable(Generic[Parameters, Result]):
         arguments = Arguments(bound.arguments)
         kept = KeptCheckpoints(self._run_dir, name, _identity(name, self._source, arguments))
         self.resumed_from, saved = kept.newest() or (None, None)
-        pace = Pace(self._source, self._allowance, kept.first_seconds)
+        pace = Pace(self._allowance, kept.first_seconds)
         call = Call(self._source, arguments, kept.save, pace, saved)
         if saved is not None:
             line = self._source.hints[call.target - 1].lineno

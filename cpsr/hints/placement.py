@@ -1,12 +1,14 @@
 """Which hints become checkpoints, while the function runs.
 
-All checkpoints so far and the next one together may take no more than the allowed fraction of the function's own time.
-The next one may take twice as long as the longest of the last few, since a disk's time varies.
+In loops of known length the optimum of the paper chooses among the hints to come, by the times measured so far: until
+the outermost loop ends, so many checkpoints as the allowance has, where the expected time to repeat work is least.
+After each checkpoint it places again, and where the function comes to its hints otherwise than expected. Of many
+checkpoints it places the next eight, in their share of the time; its own time counts as that of checkpoints.
 
-In loops of known length, once each of their hints was reached, the optimum of the paper chooses among the hints to
-come, by the times measured so far. It places again after twice as many hints, since the first times are the least
-certain. One that is chosen before the allowance allows it is taken at the next hint. Elsewhere, as in `while` loops, a
-hint is a checkpoint as soon as the allowance allows it.
+A checkpoint that is placed is taken if all before it are within the allowed fraction of the function's own time so far,
+and with it they will be when the loop ends. Where the length is not known, as in `while` loops, a hint is a checkpoint
+as soon as all so far and it are within the allowance. The next one may take as long as the longest of the last few,
+since a disk's time varies.
 
 Source: Wong and Zhang, CheckHint: User-assisted Static Checkpointing for ML. Its recurrence (section 2.2) places l
 checkpoints among n hints, so that the expected time to repeat work after failures is least; loops are unrolled.
@@ -19,10 +21,9 @@ Where the paper is wrong or silent, this module takes:
 - Restarting, and failures while a checkpoint is written, cost nothing. The end of the program is no checkpoint. All
   checkpoints that are allowed are taken, even where they cost more than they save.
 - Every checkpoint costs the same. The paper leaves other costs open (section 5.1.1).
+- The paper allows `ceil(o * sum t / t_c)` checkpoints, which may exceed the overhead o; here they stay within it.
 """
 
-import ast
-import itertools
 import math
 import time
 from collections import deque
@@ -32,16 +33,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpsr.hints.source import FunctionSource
+from cpsr.hints.repetitions import Repetitions, seconds_ahead
 
-__all__ = ["Pace", "place"]
+__all__ = ["LoopPosition", "Pace", "place"]
 
-_RECENT = 8  # measured costs of checkpoints that count
-_SURPRISE = 2.0  # times the longest cost that the next one may take
-_HINTS_MAX = 200_000  # of an unrolled loop
-_CANDIDATES_MAX = 1000  # hints that are placed among; of more, every so manieth
+_RECENT = 8  # costs of checkpoints that count
+_BYTES_PER_SECOND = 300e6  # until a checkpoint was measured: hashed, written, and read back
+_WINDOW = 8  # checkpoints that are placed together
+_CANDIDATES = 20  # for each of them; of more hints, every so manieth
+_OFF = 0.25  # of the time between two checkpoints, that the function may come otherwise than expected
+_AGAIN = 1.25  # times the function's own seconds, before it is asked again whether hints can be placed
 _RARE = 1e3  # mean time between failures, in lengths of the program: failures are rare, and the places are the same
 _EXPONENT_MAX = 600.0  # of e, in a float; a block this long never ends
+
+LoopPosition = tuple[int, int, int | None]  # number of a loop, repetitions that have begun, and how many there are
 
 
 def place(at_seconds: Sequence[float], end_seconds: float, checkpoints_max: int, mtbf_seconds: float) -> list[int]:
@@ -84,148 +89,151 @@ def _block_costs(times: NDArray[np.float64], failures_per_second: float) -> NDAr
 
 
 @dataclass
-class _Hint:
-    """What was measured at one hint: arrivals, and the function's own seconds since the hint before."""
-
-    arrivals: int = 0
-    seconds: float = 0.0
-
-
-@dataclass
 class _Plan:
-    """A placement in one loop.
+    """A placement.
 
     Attributes:
-        chosen: which arrivals at its hints are checkpoints; that of the placement is number 0.
-        hints: of the loop.
-        begun: repetitions of the loop until then.
-        passed: number of the last arrival.
-        is_pending: whether a chosen one could not be afforded yet.
+        loop: the outermost loop.
+        begun: its repetitions until then.
+        at_seconds: the function's own seconds at each arrival, from that of the placement on.
+        end_seconds: the same where the loop ends.
+        chosen: which arrivals are checkpoints.
+        between_seconds: mean distance of two checkpoints.
+        passed: number of the newest arrival.
+        is_pending: whether a chosen one was not taken yet.
     """
 
-    chosen: set[int]
-    hints: range
+    loop: int
     begun: int
-    passed: int = -1
+    at_seconds: NDArray[np.float64]
+    end_seconds: float
+    chosen: set[int]
+    between_seconds: float
+    passed: int = 0
     is_pending: bool = False
+
+    def follows(self, loops: Sequence[LoopPosition]) -> bool:
+        """Whether one more arrival is one of these: the loop has not begun again."""
+        self.passed += 1
+        if not loops or self.passed >= len(self.at_seconds):
+            return False
+        return loops[0][0] == self.loop and loops[0][1] >= self.begun
 
 
 class Pace:
     """Decides at each hint.
 
     Args:
-        source: of the function.
         allowance: time for checkpoints as a fraction of the function's own; infinite: every hint is one.
-        first_seconds: what the first checkpoint may take.
+        first_seconds: what the first checkpoint may take, without the bytes in it.
         clock: in seconds.
 
     Attributes:
         spent_seconds: for checkpoints.
     """
 
-    def __init__(
-        self,
-        source: FunctionSource,
-        allowance: float,
-        first_seconds: float,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._source, self._allowance, self._first, self._clock = source, allowance, first_seconds, clock
-        self._hints = {number: _Hint() for number in range(1, len(source.hints) + 1)}
+    def __init__(self, allowance: float, first_seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._allowance, self._first, self._clock = allowance, first_seconds, clock
         self._costs: deque[float] = deque(maxlen=_RECENT)
-        self._lengths: dict[int, int] = {}
-        self._plan: _Plan | None = None
-        self._place_at = 0  # arrivals in all
+        self._is_measured = False
         self.begin()
 
-    def begin(self) -> None:
-        """The function begins, or goes on, now."""
+    def begin(self, loops: Sequence[LoopPosition] = ()) -> None:
+        """The function begins now, or goes on inside these loops."""
         self._began = self._mark = self._clock()
-        self.spent_seconds = 0.0
+        self.spent_seconds = self._saved_at = self._ask_at = 0.0
+        self._plan: _Plan | None = None
+        self._loops = {number: Repetitions(begun, is_whole=False) for number, begun, _ in loops}
 
     def recent_seconds(self) -> list[float]:
         """The last measured costs of checkpoints, for a call that goes on."""
-        return list(self._costs)
+        return list(self._costs) if self._is_measured else []
 
     def learn(self, costs_seconds: Sequence[float]) -> None:
-        """Take the costs of the call before."""
+        """Take measured costs of checkpoints, which replace an estimate."""
+        if costs_seconds and not self._is_measured:
+            self._costs.clear()
+            self._is_measured = True
         self._costs.extend(costs_seconds)
 
     def own_seconds(self) -> float:
         """The function's own time, without checkpoints."""
         return self._clock() - self._began - self.spent_seconds
 
-    def due(self, number: int, loops: Sequence[tuple[int, int | None]]) -> bool:
-        """Whether this hint, at which the function has arrived, is a checkpoint.
+    def due(self, loops: Sequence[LoopPosition]) -> bool:
+        """Whether the hint at which the function has arrived is a checkpoint.
 
         Args:
-            number: of the hint.
-            loops: around it, outer ones first: how many repetitions have begun, and how many there are if known.
+            loops: around it, outer ones first.
         """
-        now, hint = self._clock(), self._hints[number]
-        hint.arrivals, hint.seconds = hint.arrivals + 1, hint.seconds + now - self._mark
-        self._mark = now
+        now = self._clock()
         if math.isinf(self._allowance):
             return True
-        for loop, (_, length) in zip(self._source.loops_around(number), loops, strict=True):
-            self._lengths[loop] = length or 0
-        expected = _SURPRISE * max(self._costs, default=self._first / _SURPRISE)
-        affordable = self.spent_seconds + expected <= self._allowance * self.own_seconds()
-        if sum(one.arrivals for one in self._hints.values()) >= self._place_at:
-            self._place(number, loops)
-        plan = self._plan
-        if plan is None or number not in plan.hints or loops[0][0] < plan.begun:  # the last: the loop begins again
-            return affordable
-        plan.passed += 1
+        for number, begun, _ in loops:
+            self._loops.setdefault(number, Repetitions(begun)).arrive(begun, now - self._mark)
+        if not self._costs:
+            self._mark = now
+            return False
+        plan = self._followed(loops, now - self._began - self.spent_seconds)
+        self._mark = self._clock()
+        self.spent_seconds += self._mark - now  # for the placement
+        own = self.own_seconds()
+        if plan is None:
+            return self.spent_seconds + self._longest() <= self._allowance * own
         plan.is_pending |= plan.passed in plan.chosen
-        if plan.is_pending and affordable:
-            plan.is_pending = False
-            return True
-        return False
+        within = self.spent_seconds <= self._allowance * own
+        return plan.is_pending and within and self._left(plan.end_seconds) >= self._longest()
 
-    def took(self, seconds: float, *, checkpoint: bool) -> None:
-        """A checkpoint, or the first look at a hint, has taken so long."""
+    def looked(self, seconds: float, size_bytes: int) -> None:
+        """The first look at a hint has taken so long; a checkpoint there would have so many bytes."""
         self.spent_seconds += seconds
         self._mark = self._clock()
-        if checkpoint:
-            self._costs.append(seconds)
+        if not self._is_measured:
+            self._costs.append(self._first + seconds + size_bytes / _BYTES_PER_SECOND)
 
-    def _place(self, number: int, loops: Sequence[tuple[int, int | None]]) -> None:
-        """Choose among the hints to come, where a repetition of an outermost loop ends and all about it is known."""
-        if not loops or not self._costs or any(begun != length for begun, length in loops[1:]):
-            return
-        outer = self._source.loops[self._source.loops_around(number)[0] - 1]
-        numbers, (begun, length) = self._source.numbers([outer]), loops[0]
-        if number != numbers[-1] or length is None or begun >= length:
-            return
-        self._place_at = 2 * sum(one.arrivals for one in self._hints.values())
-        at = list(itertools.accumulate(self._unrolled(outer.body, length - begun)))
-        if not at or not at[-1]:
-            return
-        allowed = self._allowance * (self.own_seconds() + at[-1]) - self.spent_seconds
-        cost = max(sum(self._costs) / len(self._costs), 1e-9)
-        count = math.ceil(max(0.0, min(allowed, at[-1])) / cost)
-        nth = -(-len(at) // _CANDIDATES_MAX)
-        chosen = place(at[nth - 1 :: nth], at[-1], count, _RARE * at[-1])
-        self._plan = _Plan({nth * (one + 1) for one in chosen}, numbers, begun)
+    def took(self, seconds: float) -> None:
+        """A checkpoint has taken so long."""
+        self.spent_seconds += seconds
+        self._mark = self._clock()
+        self.learn([seconds])
+        self._saved_at, self._ask_at, self._plan = self.own_seconds(), 0.0, None
 
-    def _unrolled(self, statements: Sequence[ast.stmt], repetitions: int) -> list[float]:
-        """Seconds before each hint that a loop will come to; none if something in it is not known.
+    def _longest(self) -> float:
+        """Seconds that the next checkpoint may take."""
+        return max(self._costs)
 
-        That may be a branch, a `while` loop, or a length or a time that was not measured.
-        """
-        found: list[float] = []
-        for statement in statements:
-            numbers = self._source.numbers([statement])
-            if statement in self._source.hints:
-                hint = self._hints[numbers[0]]
-                inside = [hint.seconds / hint.arrivals] if hint.arrivals else []
-            elif isinstance(statement, ast.For) and numbers:
-                length = self._lengths.get(self._source.loops.index(statement) + 1, 0)
-                inside = self._unrolled(statement.body, length)
-            else:
-                inside = []
-            if numbers and not inside:
-                return []
-            found += inside
-        return found * repetitions if len(found) * repetitions <= _HINTS_MAX else []
+    def _mean(self) -> float:
+        return max(sum(self._costs) / len(self._costs), 1e-9)
+
+    def _left(self, end_seconds: float) -> float:
+        """Seconds left for checkpoints of a function with so much time of its own."""
+        return self._allowance * end_seconds - self.spent_seconds
+
+    def _followed(self, loops: Sequence[LoopPosition], own: float) -> _Plan | None:
+        """The placement that holds at this arrival; None: there is none."""
+        plan = self._plan
+        if plan is not None and not plan.follows(loops):
+            plan, self._plan, self._ask_at = None, None, 0.0
+        off = plan is None or abs(own - plan.at_seconds.item(plan.passed)) > _OFF * plan.between_seconds
+        if off and loops and (own >= self._ask_at or (plan is not None and plan.passed in plan.chosen)):
+            plan = self._plan = self._placed(loops, own)
+            self._ask_at = _AGAIN * own if plan is None else own + _OFF * plan.between_seconds
+        return plan
+
+    def _placed(self, loops: Sequence[LoopPosition], own: float) -> _Plan | None:
+        """Choose among this hint and those to come; None: they are not known."""
+        ahead = seconds_ahead([(self._loops[number], length) for number, _, length in loops])
+        if ahead is None:
+            return None
+        at = own + np.cumsum([0.0, *ahead])
+        end = float(at[-1])
+        left = self._left(end) - (self._longest() - self._mean())
+        count = max(0, math.floor(left / self._mean()))
+        between = (end - self._saved_at) / (count + 1)
+        if count > _WINDOW:
+            count = _WINDOW
+            at = at[at <= max(own, self._saved_at + (count + 1) * between)]
+        nth = -(-len(at) // (_CANDIDATES * (count + 1)))
+        since = at - self._saved_at
+        chosen = place(since[::nth].tolist(), float(since[-1]), count, _RARE * end)
+        return _Plan(loops[0][0], loops[0][1], at, end, {nth * one for one in chosen}, between)

@@ -51,9 +51,12 @@ class FunctionSource:
         found = [number for number, one in enumerate(self.hints, 1) if id(one) in inside]
         return range(found[0], found[-1] + 1) if found else range(0)
 
-    def loops_around(self, number: int) -> list[int]:
-        """The numbers of the `for` loops around a hint, outer ones first."""
-        return [loop for loop, one in enumerate(self.loops, 1) if number in self.numbers([one])]
+    @cached_property
+    def loops_around(self) -> dict[int, list[int]]:
+        """The numbers of the `for` loops around each hint, outer ones first, by its number."""
+        within = {loop: self.numbers([one]) for loop, one in enumerate(self.loops, 1)}
+        hints = range(1, len(self.hints) + 1)
+        return {number: [loop for loop, inside in within.items() if number in inside] for number in hints}
 
     @cached_property
     def live(self) -> dict[int, frozenset[str]]:

@@ -95,7 +95,7 @@ class Program:
         self.written = rewritten(self.source)
 
     def call(self, arguments: dict[str, Any], keeper: InMemory, saved: Any = None) -> Any:
-        call = Call(self.source, Arguments(arguments), keeper.save, Pace(self.source, math.inf, 0.0), saved)
+        call = Call(self.source, Arguments(arguments), keeper.save, Pace(math.inf, 0.0), saved)
         return self.written(call, **arguments)
 
     def interrupted(self, given: Callable[[], dict[str, Any]]) -> int:
