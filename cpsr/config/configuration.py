@@ -201,8 +201,8 @@ class ExpertsConfig(Section):
     policy: Literal["none", "sequential", "load_aware", "dynamic_k", "moetion"] = Field(
         default="none",
         description="Which experts a checkpoint saves. none: all; sequential: K of each layer in turn; load_aware: the "
-        "K with the most unsaved tokens; dynamic_k: the same, with a K that doubles as failures take tokens; moetion: "
-        "as many with the most unsaved tokens as the disk takes in an interval.",
+        "K with the most unsaved tokens; dynamic_k: the same, with a K that doubles before failures take too much; "
+        "moetion: as many with the most unsaved tokens as the disk takes in an interval.",
     )
     experts_per_layer: int = Field(
         default=1,
@@ -214,7 +214,8 @@ class ExpertsConfig(Section):
         default=0.05,
         ge=0,
         le=1,
-        description="dynamic_k doubles K once the recoveries under it have lost more than this portion of all tokens.",
+        description="dynamic_k doubles K before a failure could bring the run's lost tokens above this portion of its "
+        "tokens so far.",
     )
     recovering_capacity_fraction: float = Field(
         default=0.1,

@@ -36,14 +36,10 @@ class Loss:
         return [float(layer.sum()) for layer in self.routed]
 
     @property
-    def missed(self) -> float:
-        """Lost tokens of all layers."""
-        return sum(float(layer.sum()) for layer in self.lost)
-
-    @property
     def portion(self) -> float:
-        """Lost tokens over all tokens of the run."""
-        return self.missed / sum(self.assigned) if self.missed else 0.0
+        """Lost tokens over all tokens of the run so far."""
+        missed = sum(float(layer.sum()) for layer in self.lost)
+        return missed / sum(self.assigned) if missed else 0.0
 
 
 class ExpertAccount:
@@ -100,6 +96,11 @@ class ExpertAccount:
                     "raised: they make up for lost tokens as training goes on (reported once)",
                     layer.name,
                 )
+
+    @property
+    def lost_tokens(self) -> float:
+        """Of all experts, by all recoveries of the run."""
+        return sum(float(layer.sum()) for layer in self._lost)
 
     def report(self, loss: Loss, ages: tuple[NDArray[numpy.int64], ...], iteration: int) -> dict[str, Any]:
         """Plain data on a recovery and on the run so far, with the layers one by one.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy
 from numpy.typing import ArrayLike, NDArray
@@ -27,10 +27,17 @@ class Load:
         unsaved_tokens: routed to each expert since its last checkpoint.
         ages: checkpoints since each expert's last one. Older ones go first where the tokens are equal, and so does the
             oldest of a layer when it is `overdue`: experts to which nothing is routed have their turn too.
+        interval_tokens: routed to all experts since the checkpoint before.
+        run_tokens: in the whole run; each iteration counts once even if it was repeated, and so do tokens that experts
+            dropped for lack of capacity.
+        lost_tokens: that all recoveries of the run took.
     """
 
     unsaved_tokens: PerExpert
     ages: PerExpert
+    interval_tokens: float = 0.0
+    run_tokens: float = math.inf
+    lost_tokens: float = 0.0
 
     def at_risk(self, layers: Sequence[ExpertLayer]) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
         """Unsaved tokens and ages, `(experts of all layers,)` each.
@@ -173,68 +180,42 @@ class LoadAware:
 
 
 class DynamicK:
-    """Another policy under a K that doubles after recoveries that were too expensive.
+    """Another policy under a K that doubles before failures could take too much of the run.
 
-    Lost tokens are charged to the current K. When its charge exceeds the limit, as a portion of all tokens so far, K
-    doubles, up to all experts. Each K has the whole limit, as the paper describes it: with E experts the run may lose
-    up to `log2(E)` times the limit, plus the excess of the last recovery under each K. To keep the whole run below 5%,
-    the paper's aim, set 5% divided by `log2(E)`.
+    Lost so far are the tokens that all recoveries of the run took. A failure now takes those at risk as well: unsaved
+    ones of experts that are left out, and of each expert as many as in an interval, since a prediction beyond the
+    checkpoint keeps experts as they were saved. The checkpoint saves the least of K, 2 K, 4 K, ... experts with which
+    both together stay within the limit, as a portion of all tokens so far; or all.
+
+    So a recovery at its newest checkpoint never brings the run's portion of lost tokens above the limit. A prediction
+    does so by no more than what the steps since that checkpoint had routed beyond the interval before it. The paper
+    doubles K after failures, when the limit is passed. K falls again as the run grows.
 
     Args:
         layers: of the model.
         policy: that selects K experts of each layer.
-        experts_per_layer: K of the start.
-        limit: portion of lost tokens (`Loss.portion`), the paper's 5% by default.
+        limit: portion of lost tokens (PLT), the paper's 5% by default. Its denominator is the tokens of the run so far,
+            T x TopK of each layer: the whole run has more.
 
     Source: pec, section 3.1, "Dynamic-K", and Eq. 4.
     """
 
-    def __init__(
-        self, layers: Sequence[ExpertLayer], policy: Policy, experts_per_layer: int = 1, limit: float = 0.05
-    ) -> None:
-        self._policy = policy
-        self._limit = limit
-        self._most = max((layer.experts for layer in layers), default=1)
-        self._count = min(experts_per_layer, self._most)
-        self._lost = 0.0  # since the last change of K
-        self._assigned = 0.0  # in the whole run, up to the last recovery
-
-    @property
-    def experts_per_layer(self) -> int:
-        """K now."""
-        return self._count
-
-    @property
-    def charged(self) -> float:
-        """Tokens charged to K, as a portion of those assigned up to the last recovery."""
-        return self._lost / self._assigned if self._assigned else 0.0
-
-    def recovered(self, lost: float, assigned: float) -> None:
-        """Charge one recovery.
-
-        Args:
-            lost: tokens, of all experts, by this recovery.
-            assigned: in the whole run up to now, in all layers: what `Loss.portion` compares with.
-        """
-        self._lost += lost
-        self._assigned = assigned
-        if self.charged > self._limit and self._count < self._most:
-            self._count = min(2 * self._count, self._most)
-            self._lost = 0.0
-
-    def state_dict(self) -> dict[str, Any]:
-        """K, and the tokens charged to it."""
-        return {"experts_per_layer": self._count, "lost": self._lost, "assigned": self._assigned}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with the K of `state_dict()`, or that of the start where it is larger."""
-        if state["experts_per_layer"] >= self._count:
-            self._count = min(state["experts_per_layer"], self._most)
-            self._lost, self._assigned = state["lost"], state["assigned"]
+    def __init__(self, layers: Sequence[ExpertLayer], policy: Policy, limit: float = 0.05) -> None:
+        self._layers, self._policy, self._limit = tuple(layers), policy, limit
+        self._most = max((layer.experts for layer in layers), default=0)
 
     def select(self, step: int, load: Load, budget: Budget) -> Sequence[Expert]:
-        """Selection of the other policy with K, which overrides the budget's own."""
-        return self._policy.select(step, load, replace(budget, experts_per_layer=self._count))
+        """Selection of the other policy with the budget's K, or a multiple of it."""
+        count = budget.experts_in_each(self._layers)
+        while True:
+            chosen = self._policy.select(step, load, replace(budget, experts_per_layer=count))
+            if count >= self._most or load.lost_tokens + self._at_risk(load, chosen) <= self._limit * load.run_tokens:
+                return chosen
+            count = min(2 * count, self._most)
+
+    def _at_risk(self, load: Load, chosen: Sequence[Expert]) -> float:
+        saved = sum(float(load.unsaved_tokens[expert.layer][expert.index]) for expert in chosen)
+        return sum(float(layer.sum()) for layer in load.unsaved_tokens) - saved + load.interval_tokens
 
 
 def overdue(ages: NDArray[numpy.float64], rounds: ArrayLike) -> NDArray[numpy.bool_]:

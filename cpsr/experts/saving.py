@@ -65,7 +65,7 @@ class ExpertSaving:
         self._written_beside_bytes: float = self._non_expert_bytes
         sizes = {name: shard.operators[name].state_bytes for name in self.units}
         self.in_memory = MemoryTurns(self.units, sizes, self._non_expert_bytes)
-        self._policy = policy_named(config.policy, self._layers, config.experts_per_layer, config.lost_portion_limit)
+        self._policy = policy_named(config.policy, self._layers, config.lost_portion_limit)
         self._history = TokenHistory(self._layers, tokens.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
         self._step = 0
@@ -95,10 +95,17 @@ class ExpertSaving:
         self.in_memory.agree(max(part[2] for part in gathered))
         self._take()
         every = any(part[1] for part in gathered)
-        load = Load(self._history.unsaved_tokens, self._history.ages)
+        history = self._history
+        load = Load(
+            history.unsaved_tokens,
+            history.ages,
+            history.interval_tokens,
+            history.run_tokens,
+            self._account.lost_tokens,
+        )
         budget = self._budget([part[0] for part in gathered])
-        chosen = self._history.experts if every else self._policy.select(self._step, load, budget)
-        self._history.begun(iteration, chosen)
+        chosen = history.experts if every else self._policy.select(self._step, load, budget)
+        history.begun(iteration, chosen)
         self._step += 1
         return None if every else frozenset(map(unit_name, chosen))
 
@@ -138,20 +145,11 @@ class ExpertSaving:
         ages = self._oldest(self._group.gather(dict(taken_at)), iteration)
         loss = Loss(*self._history.restored(ages, iteration))
         self._account.restored(loss)
-        if isinstance(self._policy, DynamicK):
-            self._policy.recovered(loss.missed, sum(loss.assigned))
-        report = self._account.report(loss, self._history.split(ages), iteration)
-        return {**report, "experts_per_layer": self._experts_per_layer}
+        return self._account.report(loss, self._history.split(ages), iteration)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, accounts and recovering experts, for the chosen checkpoint: plain data."""
-        dynamic = self._policy.state_dict() if isinstance(self._policy, DynamicK) else None
-        return {
-            "tokens": self._history.state_dict(),
-            "dynamic_k": dynamic,
-            "step": self._step,
-            **self._account.state_dict(),
-        }
+        return {"tokens": self._history.state_dict(), "step": self._step, **self._account.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from `state_dict()`; an empty one, of a checkpoint that was saved without, begins anew.
@@ -165,10 +163,7 @@ class ExpertSaving:
             history.load_state_dict(state["tokens"])
         self._account.load_state_dict(state)
         self._history = history
-        if state:
-            if isinstance(self._policy, DynamicK) and state["dynamic_k"] is not None:
-                self._policy.load_state_dict(state["dynamic_k"])
-            self._step = state["step"]
+        self._step = state["step"] if state else self._step
 
     def close(self) -> None:
         """Restore the capacities."""
@@ -216,25 +211,17 @@ class ExpertSaving:
             raise ValueError(f"the model has no expert {min(unknown)}: it has {names[0]} to {names[-1]}")
         return numpy.array([oldest.get(name, iteration) for name in names])
 
-    @property
-    def _experts_per_layer(self) -> int | None:
-        """K; None where bytes decide."""
-        if isinstance(self._policy, DynamicK):
-            return self._policy.experts_per_layer
-        return None if self._config.policy == "moetion" else self._config.experts_per_layer
 
-
-def policy_named(name: str, layers: Sequence[ExpertLayer], experts_per_layer: int, lost_portion_limit: float) -> Policy:
+def policy_named(name: str, layers: Sequence[ExpertLayer], lost_portion_limit: float) -> Policy:
     """A policy that selects among the experts of all ranks.
 
     Args:
         name: of `ExpertsConfig.policy`, but for `none`.
         layers: of the model.
-        experts_per_layer: K with which `dynamic_k` starts.
-        lost_portion_limit: at which it doubles.
+        lost_portion_limit: of `dynamic_k`.
     """
     if name == "dynamic_k":
-        return DynamicK(layers, LoadAware(layers), experts_per_layer, lost_portion_limit)
+        return DynamicK(layers, LoadAware(layers), lost_portion_limit)
     plain: Mapping[str, Callable[[Sequence[ExpertLayer]], Policy]] = {
         "sequential": Sequential,
         "load_aware": LoadAware,

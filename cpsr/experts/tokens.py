@@ -74,6 +74,16 @@ class TokenHistory:
         return self.split(self._sums - self._up_to(self._saved_at))
 
     @property
+    def run_tokens(self) -> float:
+        """Routed to all experts in the whole run."""
+        return float(self._sums.sum())
+
+    @property
+    def interval_tokens(self) -> float:
+        """Routed to all experts since the last checkpoint, or since the run went back."""
+        return self.run_tokens - float(self._points[max(self._points)].sum())
+
+    @property
     def ages(self) -> PerExpert:
         """Checkpoints since each expert's last one."""
         return self.split(self._ages)

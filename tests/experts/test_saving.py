@@ -225,15 +225,6 @@ class TestRecovery:
         assert report["lost_portion"] == 6 / 48
         assert report["lost_portion_of_run"] == 7 / 48
 
-    def test_dynamic_k_doubles_and_the_next_life_goes_on_with_it(self) -> None:
-        job = self.trained(policy="dynamic_k", lost_portion_limit=0.05)
-        assert job.saving.restored({"00000-00000": 2}, 3)["experts_per_layer"] == 1  # 1 of 36 tokens
-        job.saved_after([6, 0, 0], [6, 0])
-        assert job.saving.restored({"00000-00000": 3}, 4)["experts_per_layer"] == 2  # 6 of 48 more
-        back = Job((3, 2), policy="dynamic_k")
-        back.saving.load_state_dict(through_a_checkpoint(job.saving.state_dict()))
-        assert len(back.save() or ()) == 4
-
     def test_an_engine_without_a_limit_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
         job = self.trained()
         with caplog.at_level(logging.INFO):

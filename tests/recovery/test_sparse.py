@@ -1,8 +1,12 @@
 """Sparse checkpoints of mixtures in a job that is killed: what comes back of experts left out, in pipelines too."""
 
 import errno
+import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +176,9 @@ def settle(recovery: CPSRRecovery) -> None:
 
 
 def plain_life(
-    config: dict[str, Any], fail_after: int, *, ends: bool = False
+    config: dict[str, Any], fail_after: int, *, ends: bool = False, act: Callable[[], None] = lambda: None
 ) -> tuple[Restored, dict[str, torch.Tensor]]:
-    """One life of a plain torch loop; how it began, and the weights that it began with."""
+    """One life of a plain torch loop, which then acts and fails; how it began, and the weights that it began with."""
     torch.manual_seed(0)
     model = PlainMixture()
     batches = torch.randn(100, 8, 4)
@@ -190,6 +194,7 @@ def plain_life(
             if recovery.iteration == fail_after and ends:
                 return restored, start
             if recovery.iteration == fail_after:
+                act()
                 raise RuntimeError("the end of this life")
             loss = model(batch)
             optimizer.zero_grad()
@@ -219,6 +224,35 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
+
+
+KILLS = """
+import json, os, signal, sys
+from tests.recovery.test_sparse import plain_life
+config, kills = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+for kill in kills:
+    pid = os.fork()
+    if pid == 0:
+        plain_life(config, kill, act=lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+"""
+
+
+def test_many_kills_take_no_more_tokens_than_dynamic_k_allows(tmp_path: Path) -> None:
+    """The limit is that of the whole run: K is all at first, and falls as the run grows."""
+    limit = 0.1
+    checkpoint = {"interval_iterations": 2, "shared_memory": False, "disk_limit_bytes": 1}
+    config: dict[str, Any] = {"run_dir": str(tmp_path), "checkpoint": checkpoint, "mode": "auto"}
+    config["experts"] = {"policy": "dynamic_k", "lost_portion_limit": limit}
+    kills = json.dumps([37, 68, 83, 90, 95])
+    subprocess.run([sys.executable, "-c", KILLS, json.dumps(config), kills], check=True, timeout=200)
+    newest = scan(tmp_path / "checkpoints").checkpoints[-1].iteration
+    plain_life(config, newest)
+    with JournalReader(tmp_path / "journal.db") as journal:
+        found = [recovery.guard.get("lost_tokens") for recovery in journal.recoveries()]
+    lost = [one for one in found if one is not None]
+    assert 0 < max(one["lost_portion_of_run"] for one in lost) <= limit
+    assert max(one["layers"][0]["stale_experts"] for one in lost) == 2, "K falls to one of three experts"
 
 
 @pytest.mark.parametrize("fault", ["the disk is full", "the disk is full, and memory has the state", "a kill"])
