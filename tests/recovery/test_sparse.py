@@ -221,7 +221,7 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     assert stale <= {name for name in ages if name.startswith("experts.")}
     assert restored.taken_at == {name: ages[name] for name in stale}
     assert restored.method == ("stale" if stale else "exact")
-    assert bool(stale) or policy == "moetion"  # which saves all where the disk takes it
+    assert bool(stale) or policy in ("moetion", "dynamic_k")  # which save all: the disk takes it, or the run is short
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
 
