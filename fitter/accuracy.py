@@ -1,16 +1,45 @@
-"""How the predictor's error falls with the checkpoints that it has seen."""
+"""How the predictor's error at a fixed horizon falls with the checkpoints that it has seen."""
 
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy
-from numpy.typing import ArrayLike
+from numpy.typing import NDArray
 
-from cpsr.fitter.loss_fit import robust_line
+__all__ = ["HORIZON_ITERATIONS", "AccuracyCurve", "Backtest", "fit_accuracy"]
 
-__all__ = ["POINTS_MIN", "AccuracyCurve", "fit_accuracy"]
+Array = NDArray[numpy.float64]
 
-POINTS_MIN = 4  # two coefficients, and as many points to estimate their noise
+# Errors are compared at this horizon: as far as the network learns to look ahead, and where intervals of 10 reach.
+HORIZON_ITERATIONS = 100
+# Stretches whose horizons differ by less than this factor are compared with each other.
+LIKE_HORIZONS = 1.5
+# The error grows about as the variance of a random walk does: as the horizon to the power of 0.8 to 1.3, measured.
+HORIZON_EXPONENT = 1.0
+# Backtests from before half of the run's age tell how it learned then, but a line needs so many points.
+OLDEST_SHARE = 0.5
+POINTS_WANTED = 10
+NORMAL_95 = 1.96
+
+
+@dataclass(frozen=True)
+class Backtest:
+    """How far off the prediction of a known checkpoint was.
+
+    Attributes:
+        iteration: of the checkpoint.
+        checkpoints: that were learned by then.
+        horizon_iterations: from the newest one that was seen.
+        mean_square_error: of the weights (the paper's Eq. 9), positive.
+    """
+
+    iteration: int
+    checkpoints: int
+    horizon_iterations: int
+    mean_square_error: float
 
 
 @dataclass(frozen=True)
@@ -19,14 +48,16 @@ class AccuracyCurve:
 
     Attributes:
         tau1_per_checkpoint: zero where learning does not help, negative where the error grows.
+        tau1_low_per_checkpoint: lower end of its 95% interval.
+        tau1_high_per_checkpoint: upper end.
         tau2: logarithm of the error at n = 0.
-        rmse_log: root of the mean square of all errors about the curve, of their logarithms.
-        points: number of checkpoints that were predicted as a check.
+        points: stretches of training whose errors were compared.
     """
 
     tau1_per_checkpoint: float
+    tau1_low_per_checkpoint: float
+    tau1_high_per_checkpoint: float
     tau2: float
-    rmse_log: float
     points: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -34,35 +65,61 @@ class AccuracyCurve:
         return asdict(self)
 
 
-def fit_accuracy(counts: ArrayLike, errors: ArrayLike) -> AccuracyCurve:
-    """Fit the curve by Huber's line through the logarithms of the errors.
+def fit_accuracy(backtests: Iterable[Backtest]) -> AccuracyCurve:
+    """Fit the curve to the errors at a horizon of 100 iterations.
+
+    The error of a checkpoint at that horizon lies between its backtests. Where the interval is longer, the nearest
+    horizon stands for it: its errors are compared with those at like horizons alone. Backtests of neighbouring
+    checkpoints share most of their horizon, so every 100 iterations count as one point, the median of its errors. The
+    slope is Theil's, the median over all pairs of points, with Sen's 95% interval, whose variance is summed over the
+    horizons. A few predictions that failed move neither, and the noise need not be Gaussian.
 
     Args:
-        counts: `(points,)` checkpoints that each prediction rested on, in any order; at least 4, not all alike.
-        errors: `(points,)` mean squared errors (the paper's Eq. 9), positive.
+        backtests: in any order, with positive and finite errors.
 
     Raises:
-        ValueError: shapes do not fit, points are too few, counts are all alike or not finite, or an error is not
-            finite or not positive.
+        ValueError: there are too few at like horizons yet.
 
-    Source: CPSR, Eq. 8 and 9.
+    Source: CPSR, Eq. 8 and 9; P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63,
+    1968; R. M. Hirsch et al., "Techniques of trend analysis for monthly water quality data", WRR 18(1), 1982.
     """
-    places = numpy.asarray(counts, dtype=numpy.float64)
-    values = numpy.asarray(errors, dtype=numpy.float64)
-    if places.ndim != 1 or places.shape != values.shape:
-        raise ValueError(f"expected counts and errors of one shape (points,), got {places.shape} and {values.shape}")
-    if len(places) < POINTS_MIN:
-        raise ValueError(
-            f"it needs {POINTS_MIN} checkpoints that were predicted as a check; there are {len(places)} so far"
-        )
-    if not numpy.all(numpy.isfinite(places) & numpy.isfinite(values) & (values > 0)):
-        raise ValueError("only finite, positive errors have an exponential curve; leave the others out")
-    width = float(numpy.ptp(places))
-    if width == 0:
-        raise ValueError(f"all {len(places)} checkpoints that were predicted as a check rest on {places[0]:g} others")
-    logarithms, middle = numpy.log(values), float(places.mean())
-    slope, level = robust_line((places - middle) / width, logarithms)
-    tau1 = -slope / width
-    tau2 = level + tau1 * middle
-    rmse = float(numpy.sqrt(numpy.mean((logarithms - (tau2 - tau1 * places)) ** 2)))
-    return AccuracyCurve(tau1, tau2, rmse, len(places))
+    points = _points(backtests)
+    slopes, variance = [numpy.zeros(0)], 0.0
+    for like in numpy.unique(points[:, 2]):
+        counts, errors, _ = points[points[:, 2] == like].T
+        first, second = numpy.triu_indices(len(counts), 1)
+        apart = counts[first] != counts[second]  # a rank with other slices counts its checkpoints again
+        first, second = first[apart], second[apart]
+        slopes.append((errors[second] - errors[first]) / (counts[second] - counts[first]))
+        variance += len(counts) * (len(counts) - 1) * (2 * len(counts) + 5) / 18
+    ordered = numpy.sort(numpy.concatenate(slopes))
+    beyond = round((len(ordered) - NORMAL_95 * math.sqrt(variance)) / 2)
+    if beyond < 1:
+        raise ValueError(f"{len(points)} stretches of {HORIZON_ITERATIONS} iterations are too few for an interval yet")
+    slope, low, high = float(numpy.median(ordered)), float(ordered[beyond - 1]), float(ordered[-beyond])
+    tau2 = float(numpy.median(points[:, 1] - slope * points[:, 0]))
+    return AccuracyCurve(-slope, -high, -low, tau2, len(points))
+
+
+def _points(backtests: Iterable[Backtest]) -> Array:
+    """One row for each stretch of the newest half: checkpoints, logarithm of the error, and number of its horizon."""
+    of_checkpoints: Mapping[int, list[Backtest]] = defaultdict(list)
+    for one in backtests:
+        of_checkpoints[one.iteration].append(one)
+    stretches: Mapping[int, list[tuple[float, float, float]]] = defaultdict(list)
+    for iteration, ones in of_checkpoints.items():
+        stretches[iteration // HORIZON_ITERATIONS].append((ones[0].checkpoints, *_at_the_horizon(ones)))
+    ordered = sorted(stretches)
+    recent = [place for place in ordered if place >= OLDEST_SHARE * ordered[-1]]
+    kept = max(recent, ordered[-POINTS_WANTED:], key=len)
+    points = numpy.array([numpy.median(stretches[place], axis=0) for place in kept]).reshape(-1, 3)
+    points[:, 2] = (points[:, 2] / math.log(LIKE_HORIZONS)).round()
+    return points
+
+
+def _at_the_horizon(ones: Sequence[Backtest]) -> tuple[float, float]:
+    """Logarithm of a checkpoint's error at 100 iterations, and how far, in logarithms, the nearest horizon is."""
+    known = sorted((math.log(one.horizon_iterations / HORIZON_ITERATIONS), one.mean_square_error) for one in ones)
+    distances, errors = numpy.array(known).T
+    nearest = min(max(0.0, distances[0]), distances[-1])
+    return float(numpy.interp(nearest, distances, numpy.log(errors)) - HORIZON_EXPONENT * nearest), float(nearest)

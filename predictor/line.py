@@ -167,7 +167,7 @@ class LinePredictor:
             target: the failure, later than the newest of them.
             straightness: of the weights' path up to the newest of them.
         """
-        obstacle = self._obstacle(points, target)
+        obstacle = self.obstacle(points, target)
         if obstacle is not None:
             return obstacle
         context = context_of(target, points, straightness)
@@ -241,7 +241,7 @@ class LinePredictor:
         plan = Plan(tuple(usable), whole)
         if points and target.iteration == points[-1].iteration:
             return _unchanged(plan, "the failure is at a checkpoint: its weights, unchanged")
-        obstacle = self._obstacle(points, target)
+        obstacle = self.obstacle(points, target)
         if obstacle is not None:
             return replace(plan, obstacle=obstacle)
         if target.time == points[-1].time:
@@ -351,7 +351,8 @@ class LinePredictor:
         """Directions that this predictor can take now."""
         return ("line",)
 
-    def _obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
+    def obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
+        """Why nothing can be predicted from checkpoints at `points`; None where it can."""
         few = too_few(points, MIN_CHECKPOINTS)
         if few is not None:
             return few

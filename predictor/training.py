@@ -16,7 +16,6 @@ from cpsr.predictor.network import (
     PARAMETERS,
     Geometry,
     coefficients,
-    corrections,
     cosines,
     initial_parameters,
     named,
@@ -94,11 +93,6 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.weights)
-
-    def newest_question(self) -> Question:
-        """A query for the newest difference from all snapshots before it, which no training has seen."""
-        count = len(self.points)
-        return self.question(list(range(count - MIN_LATER)), list(range(count - MIN_LATER, count)))
 
     def draw(self, generator: torch.Generator) -> Question:
         """A random newest snapshot, window before it, and span of later checkpoints."""
@@ -301,26 +295,6 @@ class Head:
             gradients = torch.autograd.grad(loss, list(self._weights.values()))
         self._update(gradients)
         self.steps += 1
-
-    def answer(self, question: Question) -> torch.Tensor:
-        """Directions for a question's operators, rows over its window, `(B, m)`."""
-        corrected = question.geometry.line + corrections(self.parameters, question.geometry, question.seen_products)
-        return question.over_window(corrected)
-
-    def accuracy(self, taken: Windows) -> Generator[None, None, dict[str, float]]:
-        """Mean cosines of the line and of this head with the newest difference of the windows, by distance moved.
-
-        Yields twice, and returns `line_cosine` and `vitp_cosine`.
-        """
-        with undisturbed(), torch.no_grad():
-            question = taken.newest_question()
-            line = _weighted(question.over_window(question.geometry.line.expand(len(taken), -1)), question)
-        yield
-        with undisturbed(), torch.no_grad():
-            vitp = _weighted(self.answer(question), question)
-            weights = float(question.weights.sum())
-        yield
-        return {"line_cosine": float(line) / weights, "vitp_cosine": float(vitp) / weights}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and the optimizer's moments, as tensors."""

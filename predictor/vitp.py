@@ -1,12 +1,13 @@
 """VITP: the line's displacement, with a direction for each operator learned from its own motion."""
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from cpsr.predictor.backtest import backtests
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
 from cpsr.predictor.checkpoint_series import distinct_times, path_places, path_positions, straightness
 from cpsr.predictor.collectives import Ranks
@@ -22,7 +23,7 @@ __all__ = ["MIN_UPDATES", "Progress", "VITPPredictor", "host_memory_bytes", "wit
 STATE_VERSION = 1
 # A network trained on fewer than four checkpoints is of little use.
 MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
-# One number for every checkpoint of the run's recent past.
+# Of the run's recent past; up to two for every checkpoint.
 MAX_ACCURACIES = 256
 # Operators that pass the network together: bounds its memory at 2 MiB.
 OPERATORS_AT_ONCE = 64
@@ -159,13 +160,12 @@ class VITPPredictor(LinePredictor):
             yield from self._train(newest, statistics.operators)
 
     def accuracy(self) -> list[dict[str, Any]]:
-        """Of each recent checkpoint, oldest first: how well its difference from the one before was predicted.
+        """How far off predictions of the recent checkpoints were, oldest first, before the network learned from each.
 
-        Each is `{"iteration", "checkpoints", "line_cosine", "vitp_cosine", "mean_square_motion"}`: how many
-        checkpoints of the run were taken in by then; the mean cosine between direction and difference over the
-        operators, by the distance that they moved, before the network learned from it; and the mean square of that
-        difference over this rank's weights. Noise of the two checkpoints is in the difference, the more the shorter
-        the interval: compare the two.
+        Each is `{"iteration", "checkpoints", "horizon_iterations", "mean_square_error"}`: how many checkpoints of the
+        run were taken in by then, how far ahead of those that were seen the checkpoint is, and the mean square of the
+        error over this rank's weights (`backtests`). The horizon
+        is some 100 iterations, or the interval where that is longer.
         """
         return copy.deepcopy(self._accuracy)
 
@@ -253,15 +253,18 @@ class VITPPredictor(LinePredictor):
         }
 
     def _train(self, iteration: int, operators: Mapping[str, OperatorMotion]) -> Iterator[None]:
-        """Some training on the motion up to that checkpoint; every update counts at once."""
+        """A backtest, and some training on the motion up to that checkpoint; every update counts at once."""
+        alone = copy.copy(self)
+        alone._ranks, alone._agree, alone._gain = Ranks(), None, 1.0
+        found = list[dict[str, Any]]()
+        for one in backtests(alone, operators):
+            found.append({"iteration": iteration, "checkpoints": self._checkpoints, **one})
+            yield
+        self._accuracy = [*self._accuracy, *found][-MAX_ACCURACIES:]
         taken = yield from windows(operators)
         yield
         examples = self._examples.copy()
         if taken is not None:
-            found = yield from self._head.accuracy(taken)
-            one: dict[str, Any] = {"iteration": iteration, "checkpoints": self._checkpoints, **found}
-            one["mean_square_motion"] = _newest_mean_square(operators.values())
-            self._accuracy = [*self._accuracy, one][-MAX_ACCURACIES:]
             examples.add(taken)
         self._examples, self._trained_iteration = examples, iteration
         generator = torch.Generator(device="cpu").manual_seed(iteration)
@@ -348,13 +351,6 @@ def without_slices(state: dict[str, Any]) -> dict[str, Any]:
     seen = learned["statistics"]["seen"]
     kept = {"statistics": MotionStatistics().state_dict(), "checkpoints": learned["checkpoints"] - len(seen)}
     return {**state, "vitp": {**learned, **kept}}
-
-
-def _newest_mean_square(motions: Iterable[OperatorMotion]) -> float:
-    """Mean over the weights of the squared difference between the newest two snapshots; 0 where there are no two."""
-    known = [motion for motion in motions if len(motion.points) > 1]
-    numel = sum(motion.numel for motion in known)
-    return sum(float(motion.products[-1, -1]) for motion in known) / numel if numel else 0.0
 
 
 def _turned_rows(

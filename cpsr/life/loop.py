@@ -296,8 +296,8 @@ class Steps:
             self._journal.event(
                 "no loss",
                 f"no loss is known after {self._without_loss} iterations, because the model does not return it: the "
-                "loss curve stays empty, and predicted states cannot be checked. Call recovery.log_loss(loss) before "
-                "optimizer.step()",
+                "loss curve stays empty, predicted states cannot be checked, and planner.policy theorem1 never moves "
+                "the interval. Call recovery.log_loss(loss) before optimizer.step()",
                 steps[-1].iteration,
             )
             self._without_loss = None

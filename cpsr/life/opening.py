@@ -255,8 +255,16 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
             job.journal.event("predicting is off", message, level=logging.WARNING)
         learning = config.learning.model_copy(update={"budget_fraction": 0.0})
         config = config.model_copy(update={"mode": "exact", "learning": learning})
-    if loop.learning.open(replace(job, config=config), store) == "nothing":
+    use = loop.learning.open(replace(job, config=config), store)
+    if use == "nothing":
         config = config.model_copy(update={"mode": "exact"})
+    fixed = config.checkpoint.interval_iterations is not None
+    if use != "learning" and config.planner.policy == "theorem1" and not fixed and job.group.rank == 0:
+        message = (
+            "planner.policy theorem1 needs to know how the predictor's error falls, and learning is off: the interval "
+            "stays as it is. Set learning.budget_fraction above 0 if it is 0, or planner.policy to cpsr"
+        )
+        job.journal.event("theorem1 holds", message, level=logging.WARNING)
     turns = life.experts is not None and config.memory.interval_iterations is not None
     units = life.experts.units if life.experts is not None and turns else None
     memory = life.memory = HostMemory(replace(job, config=config), units)

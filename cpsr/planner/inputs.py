@@ -69,6 +69,7 @@ class PhaseInputs:
         tau2: its logarithm at n = 0.
         xi: mean second moment of the gradients.
         parameters: N_p, the number that a failure affects.
+        tau1_low_per_checkpoint: lower end of the 95% interval of tau1; None: tau1 is certain.
     """
 
     first_iteration: int
@@ -79,6 +80,7 @@ class PhaseInputs:
     tau2: float
     xi: float
     parameters: int
+    tau1_low_per_checkpoint: float | None = None
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ class PlannerInputs:
         classes: of the failures, whose shares add up to 1; empty: all are of class `everything`.
         memory: snapshots in host memory; None: there are none, and every failure goes back to the disk.
         lost_share: of the state, for which `recovery` holds.
+        interval_iterations: that Theorem 1 keeps where it has no solution.
     """
 
     iteration_seconds: float
@@ -149,6 +152,7 @@ class PlannerInputs:
     classes: Mapping[FailureScope, FailureClass] = field(default_factory=dict)
     memory: MemoryTier | None = None
     lost_share: float = 1.0
+    interval_iterations: int = 1
 
     def share(self, scope: FailureScope) -> float:
         """Share of the failures that are of a class."""

@@ -93,6 +93,9 @@ def daly(inputs: PlannerInputs) -> Choice:
 def theorem1(inputs: PlannerInputs) -> Choice:
     """`T_c = tau1 / (B + lambda sqrt(A / T_s))`, as printed; a bound where its derivation has no solution.
 
+    Its proof assumes that the loss falls (alpha1 > 0), and that the predictor gets better with the checkpoints
+    (tau1 > 0). Until the measurements show both, tau1 beyond chance, the interval stays as it is.
+
     Source: CPSR, Theorem 1 (Eq. 16).
     """
     terms = linear_terms(inputs)
@@ -139,18 +142,19 @@ class PaperTerms:
 def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     """The terms of the theorem, or the choice in cases outside of it."""
     phase = inputs.phase
-    if phase is None:
-        return Choice(SHORTEST, f"the curves of loss and accuracy are not known yet; {SHORTEST_TAKEN}")
     stall = inputs.stall_seconds / inputs.iteration_seconds
     failures = inputs.failures_per_second * inputs.iteration_seconds
     if failures == 0:
         return Choice(LONGEST, f"no failures are expected (lambda = 0); {LONGEST_TAKEN}")
     if stall == 0:
         return Choice(SHORTEST, f"checkpoints cost nothing (T_s = 0); {SHORTEST_TAKEN}")
-    if phase.tau1_per_checkpoint <= 0:
-        return Choice(LONGEST, f"more checkpoints do not make the predictor better (tau1 <= 0); {LONGEST_TAKEN}")
+    if phase is None:
+        return _held(inputs, "the curves of loss and accuracy are not known yet")
+    tau1, low = phase.tau1_per_checkpoint, phase.tau1_low_per_checkpoint
+    if min(tau1, tau1 if low is None else low) <= 0:
+        return _held(inputs, f"more checkpoints make the predictor no better beyond chance (tau1 = {tau1:.3g})")
     if phase.alpha1_per_iteration <= 0:
-        return Choice(SHORTEST, f"the loss does not fall (alpha1 <= 0); {SHORTEST_TAKEN}")
+        return _held(inputs, f"the loss does not fall (alpha1 = {phase.alpha1_per_iteration:.3g})")
     exponent = phase.tau2 - phase.alpha2
     growth = math.exp(exponent) if exponent < EXPONENT_MAX else math.inf
     size = phase.xi * phase.parameters * phase.tau1_per_checkpoint
@@ -159,8 +163,13 @@ def paper_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
         return Choice(LONGEST, f"predictions deviate by nothing (A = 0); {LONGEST_TAKEN}")
     terms = PaperTerms(phase.tau1_per_checkpoint, stall, failures, deviation, phase.alpha1_per_iteration - failures)
     if not all(math.isfinite(value) for value in (*vars(terms).values(), terms.rate_per_iteration)):
-        return Choice(SHORTEST, f"a term of the theorem is not finite; {SHORTEST_TAKEN}")
+        return _held(inputs, "a term of the theorem is not finite")
     return terms
+
+
+def _held(inputs: PlannerInputs, why: str) -> Choice:
+    """The present interval: nothing that was measured speaks for another."""
+    return Choice(inputs.interval_iterations, f"{why}; the interval stays as it is")
 
 
 def linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:

@@ -190,7 +190,7 @@ class PaperCurve:
 
     def __post_init__(self) -> None:
         phase = self.phase
-        wrong = [name for name, value in asdict(phase).items() if not math.isfinite(value)]
+        wrong = [name for name, value in asdict(phase).items() if value is not None and not math.isfinite(value)]
         if wrong:
             raise ValueError(f"the paper's curve needs finite coefficients; not finite: {', '.join(wrong)}")
         if phase.alpha1_per_iteration <= 0 or phase.xi < 0 or phase.parameters < 0:

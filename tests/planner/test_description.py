@@ -17,6 +17,8 @@ from cpsr.planner.inputs import MemoryTier
 from cpsr.planner.recovery_curve import EndCostCurve, PaperCurve
 from tests.planner.jobs import PHASE
 
+GIVEN_PHASE = {name: value for name, value in vars(PHASE).items() if name != "tau1_low_per_checkpoint"}
+
 DESCRIPTION: dict[str, Any] = {
     "iteration_seconds": 0.6,
     "checkpoint": {"stall_seconds": 0.8, "persist_seconds": 4.0},
@@ -56,7 +58,7 @@ def test_snapshots_in_memory_and_what_failures_leave(tmp_path: Path) -> None:
 
 
 def test_a_phase_stands_in_for_a_lag(tmp_path: Path) -> None:
-    inputs = read(tmp_path, changed(recovery={}, phase=vars(PHASE))).inputs()
+    inputs = read(tmp_path, changed(recovery={}, phase=GIVEN_PHASE)).inputs()
     assert inputs.phase == PHASE
     assert inputs.recovery == PaperCurve(PHASE)
 
@@ -71,7 +73,7 @@ def test_a_phase_stands_in_for_a_lag(tmp_path: Path) -> None:
         ({"checkpoint": {"stall_seconds": 1}}, "the key 'checkpoint.persist_seconds' is required"),
         ({"recovery": {}}, "recovery needs an end_cost, or a phase"),
         ({"limits": {"interval_min_iterations": 9, "interval_max_iterations": 8}}, "larger than"),
-        ({"phase": {**vars(PHASE), "last_iteration": 1}}, "before first_iteration"),
+        ({"phase": {**GIVEN_PHASE, "last_iteration": 1}}, "before first_iteration"),
         (
             {"failures": {"mtbf_hours": 1, "process_fraction": 0.9, "everything_fraction": 0.2}},
             "(0.2) are more than 1 together",

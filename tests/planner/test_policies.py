@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.planner.inputs import PlannerInputs
+from cpsr.planner.inputs import PhaseInputs, PlannerInputs
 from cpsr.planner.policies import LONGEST, SHORTEST, PaperTerms, Rule, daly, paper_terms, theorem1, young
 from tests.planner.jobs import HOUR, JOB, PHASE, job
 
@@ -55,14 +55,9 @@ def test_terms_are_in_iterations() -> None:
 @pytest.mark.parametrize(
     ("inputs", "interval", "word"),
     [
-        (replace(JOB, phase=None), SHORTEST, "not known yet"),
         (replace(JOB, failures_per_second=0.0), LONGEST, "lambda = 0"),
         (replace(JOB, stall_seconds=0.0), SHORTEST, "T_s = 0"),
-        (job(phase=replace(PHASE, tau1_per_checkpoint=0.0)), LONGEST, "tau1 <= 0"),
-        (job(phase=replace(PHASE, tau1_per_checkpoint=-1.0)), LONGEST, "tau1 <= 0"),
-        (job(phase=replace(PHASE, alpha1_per_iteration=0.0)), SHORTEST, "alpha1 <= 0"),
         (job(phase=replace(PHASE, xi=0.0)), LONGEST, "A = 0"),
-        (job(phase=replace(PHASE, tau2=2000.0)), SHORTEST, "not finite"),
         (job(phase=replace(PHASE, tau1_per_checkpoint=1e-9, tau2=0.0)), SHORTEST, "lambda sqrt"),
     ],
 )
@@ -71,3 +66,32 @@ def test_where_the_theorem_has_no_solution_the_bounds_decide(inputs: PlannerInpu
     assert choice.interval_iterations == interval
     assert word in choice.note
     assert "allowed interval is taken" in choice.note
+
+
+NOT_YET = st.floats(-1.0, 0.0)
+
+
+@given(
+    st.integers(1, 10_000),
+    st.none()
+    | st.builds(replace, st.just(PHASE), tau1_per_checkpoint=NOT_YET)
+    | st.builds(replace, st.just(PHASE), tau1_low_per_checkpoint=NOT_YET, tau1_per_checkpoint=st.floats(-1.0, 1.0))
+    | st.builds(replace, st.just(PHASE), alpha1_per_iteration=NOT_YET)
+    | st.builds(replace, st.just(PHASE), tau2=st.floats(2000.0, 3000.0)),
+)
+def test_what_does_not_speak_for_another_interval_leaves_the_present_one(
+    interval: int, phase: PhaseInputs | None
+) -> None:
+    choice = theorem1(replace(JOB, phase=phase, interval_iterations=interval))
+    assert choice.interval_iterations == interval
+    assert "stays as it is" in choice.note
+
+
+@given(st.integers(1, 10_000), st.floats(1e-4, 0.5), st.floats(1e-6, 1.0))
+def test_beyond_chance_the_theorem_chooses_whatever_the_present_interval(
+    interval: int, tau1: float, share: float
+) -> None:
+    phase = replace(PHASE, tau1_per_checkpoint=tau1, tau1_low_per_checkpoint=share * tau1)
+    certain = replace(phase, tau1_low_per_checkpoint=None)
+    held = replace(JOB, phase=phase, interval_iterations=interval)
+    assert theorem1(held) == theorem1(replace(JOB, phase=certain))

@@ -104,8 +104,24 @@ def test_where_the_direction_bends_it_beats_the_line(make_history: MakeHistory) 
     assert max(line) < 0.75
     assert min(vitp) > max(line) + 0.1
     late = predictor.accuracy()[-5:]
-    assert all(one["vitp_cosine"] > one["line_cosine"] + 0.1 for one in late)
     assert [(one["iteration"], one["checkpoints"]) for one in late] == [(50 * k, k + 1) for k in range(16, 21)]
+    by_the_line = teach(VITPPredictor(**LINE, direction="line"), make_history, steps[:21]).accuracy()[-5:]
+    for turned, straight_on in zip(late, by_the_line, strict=True):
+        assert turned["horizon_iterations"] == straight_on["horizon_iterations"] == 100
+        assert turned["mean_square_error"] < straight_on["mean_square_error"]
+
+
+def test_a_backtest_is_off_by_what_the_weights_say(make_history: MakeHistory) -> None:
+    """From products alone it finds the error that predicted and true weights have."""
+    steps = noisy(circle, 14)
+    found = teach(VITPPredictor(direction="line"), make_history, steps).accuracy()[-1]
+    seen = until(make_history, steps, 12)
+    predictor = LinePredictor(gain=1.0)
+    target = Target(650, seen.entries[-1].time + 100, 1.0)
+    out = predicted(predictor, seen, predictor.forecast(seen, target))
+    errors = torch.cat([out[name].double() - steps[13][name].double() for name in OPERATORS])
+    assert (found["iteration"], found["horizon_iterations"]) == (650, 100)
+    assert found["mean_square_error"] == pytest.approx(float(errors.square().mean()), rel=1e-4)
 
 
 def test_where_nothing_bends_it_is_no_worse_than_the_line(make_history: MakeHistory) -> None:
@@ -236,7 +252,8 @@ def test_it_goes_on_from_what_was_saved(make_history: MakeHistory, taught: dict[
     restored = codec.decode(json.loads(json.dumps(data)), tensors)
     steps = noisy(circle, 18)
     straight_on = teach(VITPPredictor(**LINE), make_history, steps)
-    assert same(teach(loaded(restored), make_history, steps, first=17).state_dict(), straight_on.state_dict())
+    again = teach(loaded(restored, direction=None), make_history, steps, first=17)
+    assert same(again.state_dict(), straight_on.state_dict())
 
 
 def test_a_rank_with_other_slices_goes_on_without_the_products_of_the_old_ones(

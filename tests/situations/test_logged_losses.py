@@ -73,5 +73,6 @@ def test_a_run_without_a_loss_says_so_once_in_a_life(tmp_path: Path) -> None:
     ended = live(reporting, Life(tmp_path, options={"when": "never"}))
     (message,) = events(tmp_path / "run", "no loss")
     assert "recovery.log_loss(loss)" in message
+    assert "planner.policy theorem1 never moves the interval" in message
     assert ended.output.count(message) == 1
     assert set(recorded(tmp_path / "run").values()) == {None}

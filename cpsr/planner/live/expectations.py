@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,7 +13,7 @@ import numpy
 
 from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
-from cpsr.fitter.accuracy import AccuracyCurve, fit_accuracy
+from cpsr.fitter.accuracy import AccuracyCurve, Backtest, fit_accuracy
 from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.journal import JournalReader, RecoveryRow, ReportedFailure
@@ -165,15 +165,13 @@ def _loss(reader: JournalReader, iteration: int) -> LossFit | None:
 
 
 def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> AccuracyCurve | None:
-    """The error of the weights, mean square (the paper's Eq. 9): of the direction, times how far weights moved."""
-    points = [
-        (one["checkpoints"], 2.0 * (1.0 - one["vitp_cosine"]) * one["mean_square_motion"])
-        for one in accuracy
-        if "mean_square_motion" in one
+    backtests = [
+        Backtest(**{one.name: found[one.name] for one in fields(Backtest)})
+        for found in accuracy
+        if 0.0 < found.get("mean_square_error", 0.0) < math.inf  # other versions have left something else
     ]
-    points = [(count, error) for count, error in points if 0.0 < error < math.inf]
     try:
-        return fit_accuracy([count for count, _ in points], [error for _, error in points])
+        return fit_accuracy(backtests)
     except ValueError as error:
         logger.debug("the predictor's accuracy is not known yet: %s", error)
         return None

@@ -317,7 +317,14 @@ class JobPlanner:
             },
             memory=memory_tier(self._config, costs, seconds, self._window_iterations),
             lost_share=curves.lost_share,
+            interval_iterations=self._theorems_interval(self._proposed or situation.plan),
         )
+
+    def _theorems_interval(self, plan: Plan) -> int:
+        """What Theorem 1 chose last, before a slow disk or an override changed it; before that the plan's interval."""
+        last = plan.explanation.get("rivals", {}).get("theorem1", {})
+        chosen: int = last.get("interval_iterations", plan.interval_iterations)
+        return min(chosen, self._config.planner.interval_max_iterations)
 
     def _phase(self, parameters: int) -> PhaseInputs | None:
         """The paper's curves for the phase that has begun, assumed to be as long as the one before."""
@@ -335,4 +342,5 @@ class JobPlanner:
             accuracy.tau2,
             xi * self._share,
             parameters,
+            accuracy.tau1_low_per_checkpoint,
         )
