@@ -10,11 +10,11 @@ import numpy
 import torch
 
 from cpsr.errors import NotResumableError
+from cpsr.hints.loaders import Pass
 from cpsr.hints.placement import Pace
 from cpsr.hints.source import FunctionSource
-from cpsr.hints.values import Arguments, Encoder, is_stateful, restored
+from cpsr.hints.values import Arguments, Encoder, restored
 from cpsr.state.codec import encode
-from cpsr.state.host_random import capture_host_rng, restore_host_rng
 
 __all__ = ["Call"]
 
@@ -22,38 +22,33 @@ _SEQUENCES = (list, tuple, range, str, bytes, numpy.ndarray, torch.Tensor)
 
 
 class Loop:
-    """What a `for` loop with hints goes over, by position.
+    """What a `for` loop with hints goes over: a sequence, which may change meanwhile.
 
     Args:
-        source: a sequence, or a loader that goes on from its own state.
-        position: of the next item.
+        source: the sequence.
+        saved: what `saved` returned, to go on from; None: from its begin.
+
+    Attributes:
+        length: items in all when the loop began.
+        position: number of the next item.
     """
 
-    def __init__(self, source: Any, position: int = 0) -> None:
-        self.source, self.position = source, position
+    def __init__(self, source: Any, saved: int | None = None) -> None:
+        self.source, self.length = source, len(source)
+        self.position = saved or 0
 
-    @property
-    def length(self) -> int | None:
-        """Items in all; None for a loader."""
-        return None if is_stateful(self.source) else len(self.source)
+    def saved(self) -> int:
+        """Where it is."""
+        return self.position
 
     def __iter__(self) -> Iterator[Any]:
-        if self.length is None:
-            return map(self._passed, iter(self.source))  # which may draw random numbers, now
-        return self._by_position()
-
-    def _passed(self, item: Any) -> Any:
-        self.position += 1
-        return item
-
-    def _by_position(self) -> Iterator[Any]:
-        """The items of a sequence, which may change meanwhile."""
         while True:
             try:
                 item = self.source[self.position]
             except IndexError:
                 return
-            yield self._passed(item)
+            self.position += 1
+            yield item
 
 
 class Call:
@@ -83,14 +78,14 @@ class Call:
         self._source, self._arguments, self._save, self._pace = source, arguments, save, pace
         self._saved = saved
         self._checked: set[int] = set()
-        self._loops: dict[int, Loop] = {}
+        self._loops: dict[int, Loop | Pass] = {}
         self._wanted = False
         self._variables: dict[str, Any] = {}
         self.target = 0 if saved is None else int(saved["hint"])
         if saved is not None:
             value = restored(saved["graph"], arguments)
             self._variables = {name: value(one) for name, one in saved["variables"].items()}
-            self._loops = {number: Loop(value(source), position) for number, source, position in saved["loops"]}
+            self._loops = {number: self._loop(value(source), at) for number, source, at in saved["loops"]}
             pace.learn(saved["cost_seconds"])
 
     def has(self, name: str) -> bool:
@@ -107,15 +102,20 @@ class Call:
         Raises:
             NotResumableError: it cannot be begun in the middle; names its line and what it goes over.
         """
-        goes_on = is_stateful(source) and not isinstance(source, torch.nn.Module)  # a module's state has no position
-        if not isinstance(source, _SEQUENCES) and not (goes_on and id(source) in self._arguments.numbers):
+        around = self._source.loops_around[self._source.numbers([self._source.loops[number - 1]])[0]]
+        outer = [self._loops[one].source for one in around if one < number]
+        loader = self._arguments.loaders.get(id(source))
+        if not isinstance(source, _SEQUENCES) and (loader is None or any(one is source for one in outer)):
             raise NotResumableError(
                 f"{self._place(self._source.loops[number - 1])}: the loop over a {type(source).__qualname__} cannot "
                 "begin in the middle; nothing was saved. Make a list of it, as with list(enumerate(...)); or go over "
-                "an argument with state_dict and load_state_dict, as a StatefulDataLoader"
+                "an argument that is a DataLoader of torch or torchdata, and that no loop around this one goes over"
             )
-        self._loops[number] = Loop(source)
-        _ = self._loops[number].length  # of a tensor without dimensions there is none
+        self._loops[number] = self._loop(source)
+
+    def _loop(self, source: Any, saved: Any = None) -> Loop | Pass:
+        loader = self._arguments.loaders.get(id(source))
+        return Loop(source, saved) if loader is None else Pass(loader, saved)
 
     def items(self, number: int, first: int, last: int) -> Iterator[Any]:
         """What a loop goes over; where it goes on in its body, one item more, which is not used."""
@@ -132,7 +132,7 @@ class Call:
             assert self.target == hint, (self.target, hint)
             assert self._saved is not None
             self.target = 0
-            restore_host_rng(self._saved["random"])
+            self._arguments.restore_random_states(self._saved["random"])
             self._saved = None
             self._checked.add(hint)
             self._pace.begin(loops)
@@ -174,13 +174,14 @@ class Call:
         loops = []
         for number in self._source.loops_around[hint]:
             loop, line = self._loops[number], self._source.loops[number - 1].lineno
-            loops.append([number, encoder.add(loop.source, f"what the loop in line {line} goes over"), loop.position])
+            loops.append([number, encoder.add(loop.source, f"what the loop in line {line} goes over"), loop.saved()])
+        self._arguments.require_inside([self._loops[number].source for number in self._source.loops_around[hint]])
         return {
             "hint": hint,
             "variables": roots,
             "loops": loops,
             "graph": encoder.graph(),
-            "random": capture_host_rng(),
+            "random": self._arguments.random_states(),
             "cost_seconds": self._pace.recent_seconds(),
         }
 

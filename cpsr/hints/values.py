@@ -12,7 +12,7 @@ that share memory, and what a module or another object with a state keeps, as th
 import copy
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import BuiltinFunctionType, FunctionType, ModuleType
@@ -24,10 +24,12 @@ import xxhash
 from torch import nn
 
 from cpsr.errors import NotResumableError, UnsupportedEngineError
+from cpsr.hints.loaders import LoaderArgument, is_loader
 from cpsr.state.codec import encode
+from cpsr.state.host_random import capture_host_rng, restore_host_rng
 from cpsr.state.user_objects import stateful
 
-__all__ = ["Arguments", "Encoder", "is_stateful", "restored"]
+__all__ = ["Arguments", "Encoder", "restored"]
 
 _GENERATORS = (torch.Generator, numpy.random.Generator, random.Random)
 _PLAIN = (type(None), bool, int, float, str, bytes)
@@ -62,6 +64,7 @@ class Arguments:
         identity: hash of each, by name: a call goes on only with the same ones.
         parts: every object within the arguments, in an order that is the same for the same arguments.
         numbers: of these, by `id`.
+        loaders: those of them that are data loaders, by `id`; in the order of the arguments.
 
     Raises:
         NotResumableError: one cannot be saved, or not be told from another; names it.
@@ -70,6 +73,7 @@ class Arguments:
     def __init__(self, values: Mapping[str, Any]) -> None:
         self.parts: list[_Part] = []
         self.numbers: dict[int, int] = {}
+        self.loaders: dict[int, LoaderArgument] = {}
         self.identity: dict[str, str] = {}
         for name, value in values.items():
             text = json.dumps(self._described(value, f"the argument '{name}'"))
@@ -93,7 +97,11 @@ class Arguments:
             found = _digest(_content(value), name)
             self.parts.append(_Part(name, value, (value.dtype, value.shape, found)))
             return [kind, found]
-        if not isinstance(value, _GENERATORS) and not is_stateful(value):
+        if is_loader(value):
+            self.loaders[id(value)] = loader = LoaderArgument(value, name)
+            self.parts.append(_Part(name, value, None))
+            return [kind, _digest(loader.identity(), name)]
+        if not isinstance(value, _GENERATORS) and not _is_stateful(value):
             raise NotResumableError(f"{name} is a {type(value).__qualname__}, which no checkpoint can hold")
         for one in _registered(value) if isinstance(value, nn.Module) else ():
             if isinstance(one, torch.Tensor) and one.device.type != "cpu":
@@ -107,10 +115,34 @@ class Arguments:
         saved = {*self.numbers, *(id(one) for module in modules for one in _registered(module))}
         for part, one in self.kept():
             trained = isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad
-            if (trained or isinstance(one, nn.Module | torch.optim.Optimizer)) and id(one) not in saved:
+            changes = isinstance(one, torch.optim.Optimizer) or (isinstance(one, nn.Module) and one.state_dict())
+            if (trained or changes) and id(one) not in saved:
                 raise NotResumableError(
                     f"{part.name} changes a {type(one).__qualname__} that is no argument, so that no checkpoint has "
                     "it: pass that as an argument, too"
+                )
+
+    def random_states(self) -> dict[str, Any]:
+        """The global random states of this process, and those of loaders."""
+        return {"host": capture_host_rng(), "loaders": [one.random_states() for one in self.loaders.values()]}
+
+    def restore_random_states(self, states: Mapping[str, Any]) -> None:
+        """Restore what `random_states` returned."""
+        restore_host_rng(states["host"])
+        for loader, state in zip(self.loaders.values(), states["loaders"], strict=True):
+            loader.restore(state)
+
+    def require_inside(self, sources: Sequence[Any]) -> None:
+        """Refuse a hint between two passes of a loader whose data have a state of their own.
+
+        Args:
+            sources: what the loops around the hint go over.
+        """
+        for loader in self.loaders.values():
+            if loader.goes_on_between_passes and not any(one is loader.given for one in sources):
+                name = type(loader.given).__qualname__
+                raise NotResumableError(
+                    f"the position of the {name} between two passes is not known: move the hint into the loop over it"
                 )
 
     def kept(self) -> Iterator[tuple[_Part, Any]]:
@@ -216,6 +248,8 @@ class Encoder:
 
     def _change(self, part: _Part) -> Any:
         value, name, before = part.value, part.name, part.before
+        if id(value) in self._arguments.loaders:
+            return None  # each loop has its pass
         if before is None:
             return _state(value)
         if isinstance(value, _ARRAYS):
@@ -308,7 +342,7 @@ class _Decoder:
             tensor.grad = content["grad"]
 
 
-def is_stateful(value: Any) -> bool:
+def _is_stateful(value: Any) -> bool:
     """Whether it has `state_dict` and `load_state_dict`."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 

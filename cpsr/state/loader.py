@@ -183,6 +183,15 @@ class ResumableLoader(Iterator[Any]):
         self._moved = position.states is not None
         self.position = self._normalised(position)
 
+    def continue_pass(self, position: DataPosition) -> None:
+        """Continue the pass of a position now, also after its last batch, where its end was not requested yet."""
+        self._iterator, self._moved, self.position = None, True, position
+        if self._is_of_one_pass:
+            self._until_epoch = position.epoch + 1
+        for holder in with_epochs(self._loader):
+            holder.set_epoch((position.states or {}).get("epochs", [0])[0])
+        self._iterator = self._open()
+
     def open(self) -> None:
         """Begin or continue the pass now, which draws its order, and not with the first batch."""
         if self._iterator is None and not self._pass_is_over():
@@ -204,6 +213,10 @@ class ResumableLoader(Iterator[Any]):
     def __iter__(self) -> Iterator[Any]:
         if self._is_of_one_pass and (self._iterated or self.position.epoch >= (self._until_epoch or 0)):
             self._leave_pass()
+        return self.rest_of_pass()
+
+    def rest_of_pass(self) -> Iterator[Any]:
+        """The batches that are left of the current pass; of a stream of several, of all."""
         self._iterated = True
         try:
             with suppress(StopIteration):

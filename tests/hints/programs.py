@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils.data import DataLoader
 
 from cpsr.errors import NotResumableError
 from cpsr.hints.call import Call
@@ -23,6 +24,7 @@ from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
 from cpsr.hints.values import Arguments
 from cpsr.state.codec import decode, encode
+from cpsr.state.loader import ResumableLoader
 from cpsr.state.user_objects import stateful
 
 HEAD = """
@@ -133,11 +135,14 @@ def outcome(function: Callable[[dict[str, Any]], Any], arguments: dict[str, Any]
 
 def shown(arguments: dict[str, Any]) -> Any:
     """Arguments with the states of their objects."""
-    return {name: stateful(name, one).state_dict() if has_state(one) else one for name, one in arguments.items()}
+    return {name: _shown(name, one) for name, one in arguments.items()}
 
 
-def has_state(value: Any) -> bool:
-    return hasattr(value, "state_dict") or isinstance(value, torch.Generator)
+def _shown(name: str, value: Any) -> Any:
+    if isinstance(value, DataLoader | ResumableLoader):
+        return _shown(name, value.generator), _shown(name, getattr(value.dataset, "generator", None))
+    has_state = hasattr(value, "state_dict") or isinstance(value, torch.Generator)
+    return stateful(name, value).state_dict() if has_state else value
 
 
 def states() -> Any:

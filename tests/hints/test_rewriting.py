@@ -213,25 +213,6 @@ def test_tensors_and_arrays_come_back_with_their_gradients(tmp_path: Path) -> No
     assert run(tmp_path, text, rows="torch.zeros(2, 2)", table="numpy.zeros(3)") == 2
 
 
-def test_a_loader_with_a_state_goes_on_in_the_middle(tmp_path: Path) -> None:
-    text = """
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    def f(loader, epochs):
-        seen = []
-        for epoch in range(epochs):
-            for batch in loader:
-                seen.append(batch.tolist())
-                hint()
-        return seen
-    """
-    module = module_of(tmp_path, textwrap.dedent(text))
-    data = list(range(6))
-    program = Program(module.f)
-    count = program.interrupted(lambda: {"loader": module.StatefulDataLoader(data, 2, shuffle=True), "epochs": 2})
-    assert count == 6
-
-
 def test_a_loop_over_a_module_is_refused_which_would_begin_anew(tmp_path: Path) -> None:
     module = module_of(tmp_path, "def f(model):\n    for layer in model:\n        hint()\n")
     with pytest.raises(NotResumableError, match="over a Sequential"):
