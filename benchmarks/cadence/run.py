@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.cadence.lost import CHECKPOINT_ITERATIONS, Loss, kill_and_restart
-from cpsr.benchmarks.cadence.turns import KINDS
+from cpsr.benchmarks.cadence.turns import JOBS, KINDS, RANKS_JOB
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring, verdict
 from cpsr.benchmarks.harness.ranks import RANKS, run_ranks
@@ -17,7 +17,6 @@ __all__ = ["INTERVALS", "Size", "main"]
 AIM = 1.3  # times what the copies alone cost, at every iteration
 EVERY = "every iteration"
 INTERVALS = (1, 5)  # iterations between snapshots
-JOBS = {"torch, one process": True, f"DeepSpeed ZeRO-1, {RANKS} ranks": False}
 MEGABYTE, MILLISECOND = 1e6, 1e-3
 
 
@@ -48,10 +47,10 @@ def main(json_path: Path | None = None, size: Size | None = None, workdir: Path 
     with measuring("cadence", json_path, workdir) as call:
         step = call.bar("jobs", size.runs * len(JOBS) * len(INTERVALS) + size.kills * (len(INTERVALS) + 1))
         for number in range(size.runs):
-            for job, alone in JOBS.items():
+            for place, job in enumerate(JOBS):
                 for interval in INTERVALS:
                     found.setdefault(_name(job, interval), []).append(
-                        _measured(call.directory / f"turns-{number}-{interval}-{alone}", size, interval, alone)
+                        _measured(call.directory / f"turns-{number}-{interval}-{place}", size, interval, job)
                     )
                     step()
         for number in range(size.kills):
@@ -136,10 +135,10 @@ def _more(seconds: Mapping[str, Sequence[float]]) -> tuple[list[float], list[flo
     return snapshots, copies
 
 
-def _measured(directory: Path, size: Size, interval_iterations: int, alone: bool) -> dict[str, Any]:
+def _measured(directory: Path, size: Size, interval_iterations: int, job: str) -> dict[str, Any]:
     directory.mkdir()
-    ranks = 1 if alone else RANKS
-    options: dict[str, Any] = {"rounds": size.rounds, "interval_iterations": interval_iterations, "alone": alone}
+    ranks = RANKS if job == RANKS_JOB else 1
+    options: dict[str, Any] = {"rounds": size.rounds, "interval_iterations": interval_iterations, "kind": job}
     measured: dict[str, Any] = run_ranks("cadence.turns", directory, ranks, **options)[0]
     return measured
 

@@ -3,36 +3,54 @@
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cpsr.benchmarks.cadence.copies import OnlyCopies
+from cpsr.benchmarks.cadence.mixture import mixture_job
+from cpsr.benchmarks.harness.ranks import RANKS
 from cpsr.benchmarks.overhead.blocks import BLOCK_STEPS, NEVER_ITERATIONS, SETTLE_STEPS, WARM_UP_STEPS
-from cpsr.benchmarks.overhead.jobs import torch_job, zero_job
+from cpsr.benchmarks.overhead.jobs import Job, torch_job, zero_job
 from cpsr.demo.model import BATCH
 from cpsr.recovery import CPSRRecovery
 
-__all__ = ["KINDS", "main"]
+__all__ = ["JOBS", "KINDS", "RANKS_JOB", "main"]
 
 KINDS = ("snapshots", "copies", "neither")
+RANKS_JOB, SELECTED = f"DeepSpeed ZeRO-1, {RANKS} ranks", "mixture, MOETION's selection"
+JOBS: Mapping[str, Callable[[Path], Job]] = {
+    "torch, one process": lambda run_dir: torch_job(BATCH),
+    RANKS_JOB: zero_job,
+    "mixture, all experts": lambda run_dir: mixture_job(),
+    SELECTED: lambda run_dir: mixture_job(),
+}
+SELECTED_AFTER = 12  # snapshots: then the copies were measured
 
 
-def main(run_dir: Path, rounds: int, interval_iterations: int, alone: bool) -> dict[str, Any] | None:
+def main(run_dir: Path, rounds: int, interval_iterations: int, kind: str) -> dict[str, Any] | None:
     """Measure on every rank; rank 0 returns what it saw.
+
+    Args:
+        run_dir: of the run.
+        rounds: of blocks.
+        interval_iterations: between snapshots.
+        kind: of `JOBS`.
 
     Returns:
         `seconds` and `processor_seconds`, the latter of all threads: kind of block -> those of a step, of each round.
     """
-    adapter, loader, step = torch_job(BATCH) if alone else zero_job(run_dir)
-    checkpoint = {"interval_iterations": NEVER_ITERATIONS}
-    with CPSRRecovery(adapter, {"run_dir": run_dir, "mode": "exact", "checkpoint": checkpoint}) as recovery:
+    adapter, loader, step = JOBS[kind](run_dir)
+    config = {"run_dir": run_dir, "checkpoint": {"interval_iterations": NEVER_ITERATIONS}}
+    config |= {"experts": {"policy": "moetion"}} if kind == SELECTED else {"mode": "exact"}
+    with CPSRRecovery(adapter, config) as recovery:
         batches = recovery.resume(loader, repeat=True)
-        for _ in range(WARM_UP_STEPS):
-            step(next(batches))
         saver, copies = recovery.life.saver, OnlyCopies(adapter)
         plan = saver.plan
+        saver.plan = replace(plan, memory_interval_iterations=interval_iterations)
+        for _ in range(WARM_UP_STEPS + SELECTED_AFTER * interval_iterations):
+            step(next(batches))
 
         def block(kind: str) -> tuple[float, float]:
             interval = interval_iterations if kind == "snapshots" else None

@@ -66,7 +66,7 @@ class MemoryConfig(Section):
         default=None,
         ge=1,
         description="Iterations between snapshots to host memory; null: planned. A restart of the processes loses as "
-        "many at most. With experts.policy, a set interval lets each copy as many experts as fit behind a step.",
+        "many at most. With experts.policy, each copies as many experts as fit behind a step.",
     )
     budget_fraction: float = Field(
         default=0.0025,

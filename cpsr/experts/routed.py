@@ -1,5 +1,8 @@
 """Tokens that a running job routes to each expert: what policies select by, and what orders the turns of windows."""
 
+import numpy
+from numpy.typing import NDArray
+
 from cpsr.engines.adapter import EngineAdapter, Mixture
 from cpsr.engines.moe.operators import Expert, ModelOperators, check_shared
 from cpsr.engines.moe.token_counts import PerExpert, zeros
@@ -71,6 +74,10 @@ class RoutedTokens:
         """Add what was routed since the last call to `sums`; a collective, and the host waits for the device."""
         for counted in self._counts.take():
             self.sums = tuple(sums + new for sums, new in zip(self.sums, counted.tokens, strict=True))
+
+    def local(self) -> NDArray[numpy.int64]:
+        """This rank's own tokens so far, as far as the host has them; see `HookedTokenCounts.local`."""
+        return self._counts.local()
 
     @property
     def popularity(self) -> dict[str, float]:

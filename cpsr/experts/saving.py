@@ -15,7 +15,7 @@ from cpsr.config import ExpertsConfig
 from cpsr.engines.adapter import Mixture
 from cpsr.engines.moe.operators import ExpertLayer, ModelOperators, experts_of
 from cpsr.experts.account import ExpertAccount, Loss
-from cpsr.experts.memory_turns import MemoryTurns
+from cpsr.experts.in_memory import Agreed, InMemory
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.policies import Budget, DynamicK, Load, LoadAware, Policy, Sequential
 from cpsr.experts.routed import RoutedTokens, unit_name
@@ -63,11 +63,18 @@ class ExpertSaving:
         self._layers = sized_layers(tokens.operators, shard, group)
         self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
         self._written_beside_bytes: float = self._non_expert_bytes
-        sizes = {name: shard.operators[name].state_bytes for name in self.units}
-        self.in_memory = MemoryTurns(self.units, sizes, self._non_expert_bytes)
         self._policy = policy_named(config.policy, self._layers, config.lost_portion_limit)
+        self.in_memory = InMemory(
+            tokens,
+            self._layers,
+            self._policy,
+            self._non_expert_bytes,
+            by_bytes=config.policy == "moetion",
+            owners=None if shared_experts(tokens, group) else group.size,
+        )
         self._history = TokenHistory(self._layers, tokens.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
+        self._rates = numpy.zeros(len(self._history.experts))
         self._step = 0
         self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
         self._interval_seconds = math.nan
@@ -91,9 +98,9 @@ class ExpertSaving:
         Returns:
             None for all of them.
         """
-        gathered = self._group.gather([self._bytes_in_an_interval(), whole, self.in_memory.wanted_rounds()])
-        self.in_memory.agree(max(part[2] for part in gathered))
+        gathered = self._group.gather([self._bytes_in_an_interval(), whole, self.in_memory.wanted_bytes()])
         self._take()
+        self._agree_in_memory([part[2] for part in gathered])
         every = any(part[1] for part in gathered)
         history = self._history
         load = Load(
@@ -106,8 +113,22 @@ class ExpertSaving:
         budget = self._budget([part[0] for part in gathered])
         chosen = history.experts if every else self._policy.select(self._step, load, budget)
         history.begun(iteration, chosen)
+        self.in_memory.restart(iteration)
         self._step += 1
         return None if every else frozenset(map(unit_name, chosen))
+
+    def agree_in_memory(self) -> None:
+        """Let snapshots in host memory follow what was measured up to now; a collective."""
+        measured = self._group.gather(self.in_memory.wanted_bytes())
+        self._take()
+        self._agree_in_memory(measured)
+        self._history.mark()
+
+    def _agree_in_memory(self, measured: Sequence[float | None]) -> None:
+        known = [one for one in measured if one is not None]
+        self._rates = self._history.rates(self._rates)
+        least = min(known) if len(known) == len(measured) else None
+        self.in_memory.agree(Agreed(least, self._rates, self._history.run_tokens, self._account.lost_tokens))
 
     def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
         """Record the cost of a checkpoint on this rank, which policies by bytes use.
@@ -129,6 +150,7 @@ class ExpertSaving:
         self._counted = self.tokens.sums
         self._history.reach(self.tokens.iteration)
         self._history.undone()
+        self.in_memory.restart(self.tokens.iteration)
 
     def restored(self, taken_at: Mapping[str, int], iteration: int) -> dict[str, Any]:
         """A life begins with experts of these ages; a collective that gives all ranks the same.
@@ -234,6 +256,12 @@ def trained_experts(mixture: Mixture, shard: Shard, group: Group) -> frozenset[s
     """Names of the experts' parameters that some rank trains, which `wrong_experts` must find; a collective."""
     gathered = group.gather(list(experts_of(mixture, shard.operators)))
     return frozenset(name for names in gathered for name in names)
+
+
+def shared_experts(tokens: RoutedTokens, group: Group) -> bool:
+    """Whether several ranks hold parts of one expert, or copies of it; a collective."""
+    held = group.gather(sorted({*tokens.units.values()}))
+    return len({unit for units in held for unit in units}) < sum(map(len, held))
 
 
 def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple[ExpertLayer, ...]:

@@ -66,7 +66,7 @@ class TokenHistory:
         self.reach(iteration)
         self._saved_at[mask] = iteration
         self._ages = numpy.where(mask, 0.0, self._ages + 1)
-        self._mark()
+        self.mark()
 
     @property
     def unsaved_tokens(self) -> PerExpert:
@@ -82,6 +82,12 @@ class TokenHistory:
     def interval_tokens(self) -> float:
         """Routed to all experts since the last checkpoint, or since the run went back."""
         return self.run_tokens - float(self._points[max(self._points)].sum())
+
+    def rates(self, before: NDArray[numpy.float64]) -> NDArray[numpy.float64]:
+        """Tokens of each expert in an iteration since the last point, or those of before if none has passed."""
+        point = max(self._points)
+        passed = self.iteration - point
+        return (self._sums - self._points[point]) / passed if passed > 0 else before
 
     @property
     def ages(self) -> PerExpert:
@@ -114,7 +120,7 @@ class TokenHistory:
         self._booked_until = min(self._booked_until, self.iteration)
         self._saved_at[:] = self.iteration
         self._ages[:] = 0
-        self._mark()
+        self.mark()
 
     def state_dict(self) -> dict[str, Any]:
         """Iterations and sums of the points, the present one last."""
@@ -148,7 +154,7 @@ class TokenHistory:
         """One array `(experts,)` for each layer of one `(experts of all layers,)`."""
         return tuple(numpy.split(values, self._ends))
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
         """Make this iteration a point; drop those at which no expert was saved, except the newest ones."""
         self._points[self.iteration] = self._sums.copy()
         kept = {*self._saved_at.tolist(), *sorted(self._points)[-POINTS_KEPT:]}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
 __all__ = ["MemorySnapshots"]
 
 STALLS = 1000  # that are remembered
-MEASURED_ITERATIONS = 10  # of a life: then enough copies were measured, and the first checkpoint may be far away
+MEASURED_ITERATIONS = 10  # with a copy: then enough were measured, and the first checkpoint may be far away
 
 
 class MemorySnapshots:
@@ -78,7 +78,10 @@ class MemorySnapshots:
         if due_at is None or iteration < due_at:
             return None
         self._last = iteration
-        return partial(self._begin, self._policy.due_in_memory())
+        self._ended += 1
+        if self._ended == MEASURED_ITERATIONS:
+            self._policy.agree_in_memory()
+        return partial(self._begin, self._policy.due_in_memory(iteration))
 
     def due_at(self, interval_iterations: int | None) -> int | None:
         """The iteration of the next whole snapshot; None: none are taken."""

@@ -265,8 +265,7 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
             "stays as it is. Set learning.budget_fraction above 0 if it is 0, or planner.policy to cpsr"
         )
         job.journal.event("theorem1 holds", message, level=logging.WARNING)
-    turns = life.experts is not None and config.memory.interval_iterations is not None
-    units = life.experts.units if life.experts is not None and turns else None
+    units = None if life.experts is None else life.experts.units
     memory = life.memory = HostMemory(replace(job, config=config), units)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
@@ -338,8 +337,7 @@ def _policy(life: "Life", writes: WriteAssignment | None) -> Whole:
     """What decides what each checkpoint holds."""
     if life.experts is None:
         return Whole(writes, life.tokens)
-    in_turns = life.job.config.memory.interval_iterations is not None  # as the units of the buffers
-    return SomeExperts(life.experts, writes, life.restored, in_turns=in_turns)
+    return SomeExperts(life.experts, writes, life.restored)
 
 
 def _open_directory(

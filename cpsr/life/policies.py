@@ -60,9 +60,12 @@ class Whole:
             return contents
         return replace(contents, writers=self.writes.writers(chosen), replicated=self.writes.replicated)
 
-    def due_in_memory(self) -> Contents:
-        """What the next snapshot for host memory alone holds; all ranks ask for the same ones."""
+    def due_in_memory(self, iteration: int) -> Contents:
+        """What the snapshot of this iteration for host memory alone holds; all ranks ask for the same ones."""
         return WHOLE
+
+    def agree_in_memory(self) -> None:
+        """Let these snapshots follow what was measured up to now; a collective."""
 
     def is_whole(self, iteration: int) -> bool:
         """Whether the last checkpoint, if it is of this iteration, holds everything as it then was."""
@@ -96,14 +99,11 @@ class SomeExperts(Whole):
         experts: chooses them.
         writes: as of `Whole`.
         restored: that the life began with.
-        in_turns: whether experts take turns in host memory as well.
     """
 
-    def __init__(
-        self, experts: "ExpertSaving", writes: WriteAssignment | None, restored: Restored, *, in_turns: bool
-    ) -> None:
+    def __init__(self, experts: "ExpertSaving", writes: WriteAssignment | None, restored: Restored) -> None:
         super().__init__(writes, experts.tokens)
-        self._experts, self._in_turns = experts, in_turns
+        self._experts = experts
         self._all_next = True  # until a checkpoint of this attempt has all of them, none can be left out
         # The engine may have younger experts than the checkpoint of its iteration, if there is one.
         older = restored.beginning is Beginning.OLDER_EXPERTS or any(one.tier == "memory" for one in restored.sources)
@@ -123,11 +123,13 @@ class SomeExperts(Whole):
         saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
         return self._written(Contents.sparse(frozenset(units), saved), chosen)
 
-    def due_in_memory(self) -> Contents:
-        """With an interval that the user has set, the experts whose copies an iteration overlaps."""
-        if not self._in_turns:
-            return WHOLE
-        return Contents(frozenset(self._experts.units), self._experts.in_memory.left_out())
+    def due_in_memory(self, iteration: int) -> Contents:
+        """The experts with the most to lose, as many as an iteration hides."""
+        return Contents(frozenset(self._experts.units), self._experts.in_memory.left_out(iteration))
+
+    def agree_in_memory(self) -> None:
+        """See `Whole.agree_in_memory`."""
+        self._experts.agree_in_memory()
 
     def is_whole(self, iteration: int) -> bool:
         """See `Whole.is_whole`."""

@@ -16,7 +16,7 @@ from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
 from cpsr.checkpoint.memory_states import MemoryState, describe
 from cpsr.checkpoint.parts import Held
 from cpsr.checkpoint.running_copy import RunningCopy
-from cpsr.experts.memory_turns import CopyBudget
+from cpsr.experts.copy_budget import CopyBudget
 from cpsr.replay.schedule import WindowLayout
 from cpsr.state.codec import SCALARS, SmallState, encode
 from cpsr.state.shard import Shard

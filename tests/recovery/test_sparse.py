@@ -29,7 +29,7 @@ from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.checkpoint.verify import read_manifest, read_rank_manifest
 from cpsr.engines.moe.token_counts import MixtureOfExperts
 from cpsr.engines.torch import TorchAdapter
-from cpsr.experts.memory_turns import MemoryTurns
+from cpsr.experts.in_memory import InMemory
 from cpsr.journal import JournalReader
 from cpsr.restart.restore import Restored
 from tests.device import NO_STAGES, cpu_only
@@ -295,7 +295,7 @@ def killed_life(config: dict[str, Any], kill_at: int, weights: Path) -> None:
     """A life in a process of its own that copies one of three experts in each snapshot, and is killed."""
     pid = os.fork()
     if pid == 0:
-        setattr(MemoryTurns, "wanted_rounds", lambda turns: 3)  # noqa: B010 - mypy refuses to assign to a method
+        setattr(InMemory, "wanted_bytes", lambda experts: 1.0)  # noqa: B010 - mypy refuses to assign to a method
         torch.manual_seed(0)
         model = PlainMixture()
         experts = MixtureOfExperts(lambda layer: layer.counts)  # type: ignore[arg-type, return-value] # PlainMixture's
@@ -390,12 +390,12 @@ def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(tmp_path
 
 @cpu_only(NO_STAGES)
 def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path) -> None:
-    """Half of them in each; a stage without any copies all that it has, and goes back to the same iteration."""
+    """One of four in each; a stage without any copies all that it has, and goes back to the same iteration."""
     routed = (0, 2)
     options: dict[str, Any] = {
         **STAGED,
         "routed": routed,
-        "rounds": 2,
+        "hidden_bytes": 1.0,
         "unpredicted": True,
     }
     settings = {
@@ -417,5 +417,5 @@ def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path) ->
     assert began > 16
     with JournalReader(job.run_dir / "journal.db") as journal:
         lost = journal.recoveries()[-1].guard["lost_tokens"]["layers"]
-    assert [one["stale_experts"] for one in lost] == [2] * sum(routed)
-    assert {one["oldest_iteration"] for one in lost} == {began - 1}
+    assert [one["stale_experts"] for one in lost] == [3] * sum(routed)
+    assert {one["oldest_iteration"] for one in lost} == {began - 3}

@@ -35,7 +35,7 @@ from cpsr.checkpoint.run_directory import IDENTITY
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.device import join_ranks
-from cpsr.experts.memory_turns import MemoryTurns
+from cpsr.experts.in_memory import InMemory
 from cpsr.fitter.phases import PhaseDetector
 from cpsr.learning import learning, memory_limit
 from cpsr.planner.live import job_planner
@@ -87,7 +87,7 @@ class Options(LifeOptions):
         apart: an iteration after which rank 1 moves its weights by itself.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
-        rounds: snapshots in host memory in which each expert is copied once, in place of what is measured.
+        hidden_bytes: of experts, that an iteration hides, in place of what is measured.
         loading: more settings of the data loader.
     """
 
@@ -112,7 +112,7 @@ class Options(LifeOptions):
     apart: int | None = None
     late: tuple[int, int] | None = None
     began: bool = False
-    rounds: int = 0
+    hidden_bytes: float = 0.0
     loading: dict[str, Any] = field(default_factory=dict)
 
 
@@ -120,8 +120,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
     if options.late is not None and options.late[0] == rank:
         complete_late(options.late[1])
-    if options.rounds:
-        setattr(MemoryTurns, "wanted_rounds", lambda turns: options.rounds)  # noqa: B010 - mypy refuses it otherwise
+    if options.hidden_bytes:
+        setattr(InMemory, "wanted_bytes", lambda experts: options.hidden_bytes)  # noqa: B010 - mypy refuses it otherwise
     if options.gain:
         scales = lambda guard, moved: torch.full((len(moved.operators),), options.gain, dtype=torch.float64)  # noqa: E731
         setattr(Guard, "limit", scales)  # noqa: B010 - mypy refuses to assign to a method

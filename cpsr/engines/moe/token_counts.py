@@ -1,6 +1,7 @@
 """Tokens that gates route to each expert, iteration by iteration; and how a plain torch model tells them."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from cpsr.engines.moe.operators import (
 )
 from cpsr.engines.naming import plain_name
 from cpsr.errors import UnsupportedEngineError
+from cpsr.state.device_values import DeviceValues
 
 __all__ = ["Counted", "HookedTokenCounts", "MixtureOfExperts", "ModuleMixture", "PerExpert", "RoutingLayer"]
 __all__ += ["per_expert", "zeros"]
@@ -99,6 +101,9 @@ class HookedTokenCounts:
         self._counting = self._always = not forwards_are_told
         self._open: _Sums = {}
         self._ended: list[tuple[int, _Sums]] = []
+        self._sent = 0  # of these, on their way for `local`
+        self._on_way: deque[_Row] = deque()
+        self._local = numpy.zeros(sum(layer.experts for layer in layers), dtype=numpy.int64)
         self._handles: list[RemovableHandle] = [
             layer.module.register_forward_hook(ModuleHook(partial(self._after_forward, place)))
             for place, layer in enumerate(self._layers)
@@ -138,12 +143,28 @@ class HookedTokenCounts:
         ends = numpy.cumsum([layer.experts for layer in self._layers])[:-1]
         rows = zip(self._ended, table.cpu().numpy(), strict=True)
         taken = [Counted(iteration, numpy.split(row, ends)) for (iteration, _), row in rows]
-        self._ended = []
+        if self._sent:
+            self._send()
+        self._ended, self._sent = [], 0
         return taken
+
+    def local(self) -> NDArray[numpy.int64]:
+        """This rank's own tokens in all iterations so far, `(experts of all layers,)`; not a collective.
+
+        Nothing waits: those that a device has still to send are in what a later call gives.
+        """
+        self._send()
+        while self._on_way and self._on_way[0].here:
+            self._local = self._local + self._on_way.popleft().values()
+        return self._local
+
+    def _send(self) -> None:
+        self._on_way.extend(_Row(self._row(sums)) for _, sums in self._ended[self._sent :])
+        self._sent = len(self._ended)
 
     def forget(self) -> None:
         """Drop what was not taken: the weights went back to an earlier iteration."""
-        self._ended = []
+        self._ended, self._sent = [], 0
         self._drop_open()
 
     def remove(self) -> None:
@@ -181,11 +202,35 @@ class HookedTokenCounts:
     def _row(self, sums: _Sums) -> torch.Tensor:
         """Tokens of all experts, layer by layer, `(experts of all layers,)`; 0 of a layer that was left out."""
         device = self._device or _device_of(self._layers)
-        none = {
-            place: torch.zeros(layer.experts, dtype=torch.int64, device=device)
+        found = [
+            sums[place].to(device) if place in sums else torch.zeros(layer.experts, dtype=torch.int64, device=device)
             for place, layer in enumerate(self._layers)
-        }
-        return torch.cat([one.to(device) for one in (none | sums).values()])
+        ]
+        return torch.cat(found)
+
+
+class _Row:
+    """Tokens of one iteration on their way to the host.
+
+    Args:
+        row: on the device, `(experts of all layers,)`.
+    """
+
+    def __init__(self, row: torch.Tensor) -> None:
+        self._row, self._values = row, DeviceValues()
+        self._index = self._values.accept(row)
+        self._values.send()
+
+    @property
+    def here(self) -> bool:
+        """Whether they are there; does not wait."""
+        return self._values.here
+
+    def values(self) -> NDArray[numpy.int64]:
+        """On the host."""
+        row = self._row if self._index is None else self._values.values()[self._index]
+        found: NDArray[numpy.int64] = row.cpu().numpy()
+        return found
 
 
 def _device_of(layers: Sequence[RoutingLayer]) -> torch.device:
