@@ -9,9 +9,11 @@ from typing import Any
 from cpsr.benchmarks.harness.intervals import median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
+from cpsr.benchmarks.harness.ranks import run_ranks
 from cpsr.benchmarks.replay.compared import RARELY, Plan, compare
 from cpsr.benchmarks.replay.ettr import simulated
 from cpsr.benchmarks.replay.job import Shape, live, train_alone
+from cpsr.benchmarks.replay.pipeline import ALONE, LOGGED, WINDOWS
 from cpsr.benchmarks.replay.repeated_step import KINDS, WHOLE, repeated_seconds
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
@@ -19,7 +21,7 @@ from cpsr.errors import CPSRError
 
 __all__ = ["PARTS", "main", "variants"]
 
-PARTS = ("windows", "repeated", "comparison")
+PARTS = ("windows", "stages", "repeated", "comparison")
 AIM = 1.03  # of a step without CPSR
 SETTLED = 0.5  # of a run's steps are left out at its begin
 TOKENS = 1024  # of a repeated step
@@ -65,6 +67,8 @@ def main(
     with measuring("replay", json_path, workdir) as call:
         if "windows" in parts:
             figures |= _costs(call, variants(windows), rounds, steps, shape)
+        if "stages" in parts:
+            figures["stages"] = _stages(call, rounds, steps)
         if "repeated" in parts:
             figures["repeated"] = {"tokens": TOKENS, **_repeated(call, steps)}
         if "comparison" in parts:
@@ -99,6 +103,21 @@ def _costs(
             call.judge({f"{name}: {ratio.value:.3f} of a step, aim {AIM:g}": ratio.value < AIM})
     plain = {name: asdict(ratio) for name, ratio in ratios.items()}
     return {"shape": asdict(shape), "state_bytes": state_bytes, "aim": AIM, "step_seconds": found, "ratios": plain}
+
+
+def _stages(call: Measurement, rounds: int, steps: int) -> dict[str, Any]:
+    """What windows, and the logs beside them, cost the steps of a pipeline of two stages; medians of each round."""
+    directory = call.directory / "stages"
+    directory.mkdir()
+    found, *_ = run_ranks("replay.pipeline", directory, rounds=rounds, steps=steps)
+    seconds = {name: [median(own) for own in each] for name, each in found.items()}
+    pairs = (WINDOWS, ALONE), (LOGGED, ALONE), (LOGGED, WINDOWS)
+    ratios = {f"{one}, over {other}": median_ratio_interval(seconds[one], seconds[other]) for one, other in pairs}
+    rows = [(name, interval_text(ratio, digits=3)) for name, ratio in ratios.items()]
+    call.table(f"a step of a pipeline ({rounds} rounds)", ("steps", "ratio"), rows)
+    logs = ratios[f"{LOGGED}, over {WINDOWS}"]
+    call.judge({f"logs of stages: {logs.value:.3f} of a step, aim {AIM:g}": logs.value < AIM})
+    return {"step_seconds": seconds, "ratios": {name: asdict(ratio) for name, ratio in ratios.items()}}
 
 
 def _repeated(call: Measurement, steps: int) -> dict[str, Any]:

@@ -47,6 +47,13 @@ def test_repeated_steps_leave_gradients_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_the_steps_of_a_pipeline_are_measured_with_logs_and_without(tmp_path: Path) -> None:
+    path = tmp_path / "replay.json"
+    run.main(path, rounds=1, steps=2, workdir=tmp_path, parts=["stages"])
+    assert len(json.loads(path.read_text())["stages"]["ratios"]) == 3
+
+
+@pytest.mark.slow
 def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_path: Path) -> None:
     with measuring("replay", None, tmp_path, timed=False) as call:
         found = json.loads(json.dumps(compare(call, SMALL)))["ways"]

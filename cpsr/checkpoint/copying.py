@@ -298,11 +298,9 @@ class CopyEngine:
 
     @torch.no_grad()
     def copy_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy what may change as soon as this has returned, in the order of the current stream."""
+        """Copy what a device has, and may change as soon as this has returned, in the order of its current stream."""
         stream = self._stream
-        if stream is None:
-            target.copy_(source)
-            return
+        assert stream is not None
         kept = source.clone()
         stream.wait_stream(torch.cuda.current_stream(stream.device))
         with torch.cuda.stream(stream):

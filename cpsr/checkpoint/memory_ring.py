@@ -115,7 +115,7 @@ class MemoryRing:
         """The number of the file with the oldest content; not the file, which would keep its memory."""
         others = [slot for slot in self.slots.values() if slot is not before]
         oldest = min(others, key=lambda slot: (slot.iteration in kept, slot.iteration))
-        if oldest.last_work is not None:
+        if oldest.last_work is not None and not oldest.last_work.done():
             wait([oldest.last_work])
         oldest.iteration = -1
         return oldest.number

@@ -10,7 +10,7 @@ the first time. So they need not be moved between machines, and the stage that c
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import deepspeed
@@ -55,13 +55,16 @@ class DeepSpeedTraffic:
 
     Args:
         engine: a `PipelineEngine` of several stages.
-        adapter: of it; its random states are logged with each micro-batch.
+        adapter: of it; its random states are logged.
+
+    Attributes:
+        log: takes every training step; None: no step is logged.
     """
 
     def __init__(self, engine: Any, adapter: Any) -> None:
         self._engine, self._adapter = engine, adapter
         self._hooks = Hooks()
-        self._log: TrafficLog | None = None
+        self.log: TrafficLog | None = None
         self._repeats: Repeats | None = None
         self._open = False  # inside a training step, and outside of what DeepSpeed sends once in a life
         self._form: Any = None
@@ -81,7 +84,7 @@ class DeepSpeedTraffic:
 
     def follow(self, log: TrafficLog) -> None:
         """Let this take every training step from now on."""
-        self._log = log
+        self.log = log
         engine, hooks = self._engine, self._hooks
         if hooks.installed:
             return
@@ -111,15 +114,16 @@ class DeepSpeedTraffic:
     def stop(self) -> None:
         """Follow no more."""
         self._hooks.remove()
-        self._log = self._repeats = None
+        self.log = self._repeats = None
 
     # A step that is logged
 
     def _train_batch(self, original: Callable[..., Any], data_iter: Any = None) -> Any:
         if self._repeats is not None:
             return self._repeated(self._repeats, data_iter)
-        engine, log = self._engine, self._log
-        assert log is not None
+        engine, log = self._engine, self.log
+        if log is None:
+            return original(data_iter)
         log.begin(int(engine.global_steps) + 1)
         self._open = True
         try:
@@ -140,9 +144,13 @@ class DeepSpeedTraffic:
         return result
 
     def _next_batch(self, original: Callable[..., Any]) -> Any:
-        if self._open and self._log is not None:
-            self._log.add(Operation("load"), None, capture_random_states(self._adapter))
-        return original()
+        if not self._open or self.log is None:
+            return original()
+        before = capture_random_states(self._adapter)
+        batch = original()
+        drew = not _unchanged(before, capture_random_states(self._adapter))
+        self.log.add(Operation("load"), None, before if drew else None)
+        return batch
 
     def _send_form(self, original: Callable[..., Any], buffer: Any, stage: int) -> Any:
         tensors = buffer if isinstance(buffer, tuple) else (buffer,)
@@ -158,19 +166,19 @@ class DeepSpeedTraffic:
             self._open = was
 
     def _aggregate(self, original: Callable[..., Any]) -> Any:
-        if self._open and self._log is not None:
-            self._log.add(Operation("step"), None)
+        if self._open and self.log is not None:
+            self.log.add(Operation("step"), None)
         return original()
 
     def _send(self, original: Callable[..., Any], tensor: torch.Tensor, dst: int, **more: Any) -> Any:
-        if self._open and self._log is not None:
-            self._log.add(_operation("send", tensor, str(dst)), tensor)
+        if self._open and self.log is not None:
+            self.log.add(_operation("send", tensor, str(dst)), tensor)
         return original(tensor=tensor, dst=dst, **more)
 
     def _receive(self, original: Callable[..., Any], tensor: torch.Tensor, src: int, **more: Any) -> Any:
         result = original(tensor=tensor, src=src, **more)
-        if self._open and self._log is not None:
-            self._log.add(_operation("receive", tensor, str(src)), sampled(tensor, SAMPLED_ELEMENTS))
+        if self._open and self.log is not None:
+            self.log.add(_operation("receive", tensor, str(src)), sampled(tensor, SAMPLED_ELEMENTS))
         return result
 
     def _all_reduce(
@@ -189,18 +197,18 @@ class DeepSpeedTraffic:
     def _cross(self, verb: Verb, tensor: torch.Tensor, group: Any, detail: str) -> None:
         """Log what this rank gives to a collective with ranks of other stages."""
         where = self._crossed(group)
-        if where is None or self._log is None:
+        if where is None or self.log is None:
             return
         if where:
-            self._log.add(_operation(verb, tensor, where, detail), tensor)
+            self.log.add(_operation(verb, tensor, where, detail), tensor)
         else:
-            self._log.drop(f"it used {verb} over a group of several stages that is not one of the engine's")
+            self.log.drop(f"it used {verb} over a group of several stages that is not one of the engine's")
 
     def _other(self, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         groups = [one for one in args if isinstance(one, torch.distributed.ProcessGroup)]
         group = groups[0] if groups else kwargs.get("group")
-        if self._crossed(group) is not None and self._log is not None:
-            self._log.drop(f"it used {name} over ranks of several stages")
+        if self._crossed(group) is not None and self.log is not None:
+            self.log.drop(f"it used {name} over ranks of several stages")
         return original(*args, **kwargs)
 
     def _crossed(self, group: Any) -> str | None:
@@ -246,7 +254,8 @@ class DeepSpeedTraffic:
         with torch.no_grad():
             for operation, values, plain in repeats.operations(iteration):
                 if operation.verb == "load":
-                    restore_random_states(self._adapter, plain)
+                    if plain is not None:
+                        restore_random_states(self._adapter, plain)
                     engine._next_batch()
                 elif operation.verb == "step":
                     self._count_step(applied=repeats.applied(iteration))
@@ -345,7 +354,22 @@ def _standing(engine: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _operation(verb: Verb, tensor: torch.Tensor, where: str = "", detail: str = "") -> Operation:
-    return Operation(verb, where, detail, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return _same_operation(verb, where, detail, tensor.shape, tensor.dtype)
+
+
+@lru_cache(256)
+def _same_operation(verb: Verb, where: str, detail: str, shape: torch.Size, dtype: torch.dtype) -> Operation:
+    """Every step has the same ones."""
+    return Operation(verb, where, detail, tuple(shape), str(dtype).removeprefix("torch."))
+
+
+def _unchanged(before: Any, after: Any) -> bool:
+    """Whether random states are the same; those of the host that were not read again are the same objects."""
+    if isinstance(before, dict):
+        return all(_unchanged(one, after[name]) for name, one in before.items())
+    if isinstance(before, list):
+        return all(map(_unchanged, before, after))
+    return before is after or (isinstance(before, torch.Tensor) and torch.equal(before, after))
 
 
 def _ranks(group: Any) -> list[int]:

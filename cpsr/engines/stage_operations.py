@@ -41,7 +41,10 @@ class TrafficLog(Protocol):
         """A step begins."""
 
     def add(self, operation: Operation, values: torch.Tensor | None, plain: Any = None) -> None:
-        """It did this; the values may change as soon as this has returned, in the order of the device's stream."""
+        """It did this; what it sent nobody changes until it is freed. All else may change once this has returned.
+
+        On a device that is in the order of the current stream.
+        """
 
     def end(self, applied: bool, form: Any) -> None:
         """It is complete.

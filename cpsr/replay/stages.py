@@ -7,21 +7,23 @@ has a file of its own; the oldest is overwritten once no window needs it.
 Source: moevement, section 3.4: logs lie with the sender, by iteration and micro-batch.
 """
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial, reduce
 from typing import Any
 
 import torch
 
 from cpsr.checkpoint.arena import Arena, free_bytes
-from cpsr.checkpoint.copying import CopyEngine, Publish
+from cpsr.checkpoint.copying import CopyEngine, CopyPlan, Publish
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_ring import CLOSE_SECONDS, MemoryRing, Slot
 from cpsr.checkpoint.memory_states import PAGE_BYTES, MemoryState, OpenState, SlabSize, load_states, verify_memory_state
+from cpsr.checkpoint.parts import Held, Parts
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tensor_file import PlacedTensor
 from cpsr.engines.adapter import EngineAdapter
@@ -88,10 +90,8 @@ class StageLogs:
         self._wanted = self._kept = 0  # iterations that windows need, and that there is memory for
         self._size = SlabSize(0, 0)  # of one iteration; of no bytes until the first was measured
         self._slot: Slot | None = None  # that is filled
-        self._off = self._dropped = False
-        self._iteration = -1
-        self._end = 0
-        self._entries: list[dict[str, Any]] = []
+        self._off = False
+        self._log = _Log(-1)  # of the iteration that runs
         self._reported: set[str] = set()
 
     def keep(self, iterations: int) -> None:
@@ -104,9 +104,8 @@ class StageLogs:
 
     def begin(self, iteration: int) -> None:
         """Overwrite the oldest iteration with this one."""
-        self._iteration, self._end, self._entries, self._dropped = iteration, 0, [], self._off or self.paused
-        self._slot = None
-        if self._kept < LEAST or self._dropped:
+        self._log, self._slot = _Log(iteration, dropped=self._off or self.paused), None
+        if self._kept < LEAST or self._log.dropped:
             return
         try:
             self._slot = self._ring.next(self._kept, self._size)
@@ -116,41 +115,50 @@ class StageLogs:
 
     def add(self, operation: Operation, values: torch.Tensor | None, plain: Any = None) -> None:
         """See `TrafficLog.add`."""
-        entry: dict[str, Any] = {"operation": asdict(operation), "plain": plain}
-        if values is not None:
-            start = -(-self._end // _ALIGNED) * _ALIGNED
-            self._end = start + values.numel() * values.element_size()
-            entry["values"] = [start, list(values.shape), dtype_name(values.dtype)]
-            slot = self._slot
-            if slot is not None and not self._dropped:
-                if self._end <= slot.file.bytes.numel():
-                    target = slot.file.bytes[start : self._end].view(values.dtype).view(values.shape)
-                    try:
-                        self._engine.copy_beside(target, values)
-                    except RuntimeError as error:
-                        self.drop(f"it could not be copied: {error}")
-                else:
-                    self._dropped = True  # what is sent has grown: the next file is as large
-        self._entries.append(entry)
+        log, slot = self._log, self._slot
+        if plain is not None:
+            log.plain[len(log.operations)] = plain
+        log.operations.append(operation)
+        if values is None:
+            return
+        start = -(-log.end // _ALIGNED) * _ALIGNED
+        log.end = start + values.nbytes
+        log.values[len(log.operations) - 1] = start, tuple(values.shape), dtype_name(values.dtype)
+        if slot is None or log.dropped:
+            return
+        if log.end > slot.file.bytes.numel():
+            log.dropped = True  # what is sent has grown: the next file is as large
+        elif values.is_cuda:
+            try:
+                self._engine.copy_beside(_place(slot, start, values), values)
+            except RuntimeError as error:
+                self.drop(f"it could not be copied: {error}")
+        else:
+            # Layers keep what they sent, for the backward pass. Collectives and receives write where they have read.
+            kept = values.detach() if operation.verb == "send" else values.clone()
+            log.kept.append((start, kept, kept._version))
 
     def end(self, applied: bool, form: Any) -> None:
         """Seal it beside the training."""
-        aligned = -(-self._end // PAGE_BYTES) * PAGE_BYTES
+        log = self._log
+        aligned = -(-log.end // PAGE_BYTES) * PAGE_BYTES
         size = SlabSize.for_tensors([f"other/{_WHOLE}"], aligned)
         if (size := _larger(size, self._size)) != self._size:
             self._fit(size)
         slot, self._slot = self._slot, None
-        if slot is None or self._dropped:
+        if slot is None or log.dropped:
             return
-        scalars = {"entries": self._entries, "applied": applied, "form": form}
-        prepare = partial(self._prepare, slot, scalars, self._engine.arrival())
+        prepare = partial(self._prepare, slot, log, {"applied": applied, "form": form}, self._engine.arrival())
         slot.last_work = self._engine.seal(prepare)
 
     def drop(self, reason: str | None) -> None:
         """This iteration is not kept; None: it was not completed."""
-        self._dropped = True
+        self._drop(self._log, reason)
+
+    def _drop(self, log: "_Log", reason: str | None) -> None:
+        log.dropped = True
         if reason is not None:
-            self._say(f"what this stage sent in iteration {self._iteration} is not logged, since {reason}")
+            self._say(f"what this stage sent in iteration {log.iteration} is not logged, since {reason}")
 
     # A life
 
@@ -171,25 +179,47 @@ class StageLogs:
     def forget(self) -> None:
         """No log leads to the run's state any more."""
         self._ring.forget()
-        self._dropped = True
+        self._log.dropped = True
 
     def close(self, *, remove: bool) -> None:
         """Let the memory go; see `MemoryFile.close`."""
         if not self._ring.close(remove=remove):
             self._say(f"a copy to host memory has not ended within {CLOSE_SECONDS:g} s: its memory is left as it is")
 
-    def _prepare(self, slot: Slot, scalars: dict[str, Any], copied: Arrival | None) -> Publish | None:
-        """In the engine's thread."""
-        iteration = slot.iteration
+    def _prepare(self, slot: Slot, log: "_Log", scalars: dict[str, Any], copied: Arrival | None) -> Publish | None:
+        """In the engine's thread, after the copies that it has made."""
+        iteration = log.iteration
         try:
+            if log.dropped:
+                return None
             if copied is not None:
                 copied.wait("its copies")
+            held = self._copy(slot, log)
+            if any(values._version != version for _, values, version in log.kept):
+                self._drop(log, "something has written to a tensor after it was sent")
+                return None
+            log.kept.clear()
+            # As text: the training waits while this thread has Python, ten times as long for a tree of small lists.
+            listed = [(vars(one), log.values.get(place)) for place, one in enumerate(log.operations)]
+            scalars |= {"operations": json.dumps(listed), "plain": log.plain}
             return slot.file.prepare(
-                "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, encode(scalars, prefix=SCALARS)
+                "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, encode(scalars, prefix=SCALARS), held=held
             )
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
             return None
+
+    def _copy(self, slot: Slot, log: "_Log") -> Held:
+        """Copy what the host has; in the engine's thread."""
+        content = slot.file.bytes
+        if slot.held is None:
+            slot.held = Held(Parts([(f"other/{_WHOLE}", 0, len(content))], len(content)), content)
+        held = slot.held
+        held.overwrite(held.parts.names)
+        pairs = ((_place(slot, start, values), values) for start, values, _ in log.kept)
+        CopyPlan(pairs, held).run(None, hashed=self._engine.hashes)
+        held.fill(held.parts.names, log.iteration)
+        return held
 
     def _fit(self, size: SlabSize) -> None:
         """As many as there is memory for; of no bytes while the size of one is not known."""
@@ -214,7 +244,7 @@ class StageLogs:
             self._report(f"what this stage sends to others is logged: {text}", logging.INFO)
 
     def _give_up(self, error: Exception) -> None:
-        self._off = self._dropped = True
+        self._off = self._log.dropped = True
         self._say(f"no logs of what stages send are kept in this life: {error}. A failure then repeats all stages")
 
     def _say(self, message: str) -> None:
@@ -222,6 +252,29 @@ class StageLogs:
         if kind not in self._reported:
             self._reported.add(kind)
             self._report(message, logging.WARNING)
+
+
+@dataclass
+class _Log:
+    """Of one iteration.
+
+    Attributes:
+        iteration: of it.
+        end: of its values in the file, in bytes.
+        operations: as they happened.
+        values: place of an operation -> start of its values, their shape and type.
+        plain: place of an operation -> its plain data.
+        kept: what the host has, until it is copied: where it starts, and how often torch had changed it.
+        dropped: it does not count; said by any thread.
+    """
+
+    iteration: int
+    end: int = 0
+    operations: list[Operation] = field(default_factory=list)
+    values: dict[int, tuple[int, tuple[int, ...], str]] = field(default_factory=dict)
+    plain: dict[int, Any] = field(default_factory=dict)
+    kept: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
+    dropped: bool = False
 
 
 class LoggedSteps:
@@ -249,18 +302,22 @@ class LoggedSteps:
         with OpenState(self._logs[iteration]) as log:
             scalars, content = log.scalars(), log.as_it_is(f"other/{_WHOLE}")
             self.form, self._applied[iteration] = scalars["form"], scalars["applied"]
-            for entry in scalars["entries"]:
-                operation = entry["operation"]
-                operation = Operation(**{**operation, "shape": tuple(operation["shape"])})
+            for place, (operation, placed) in enumerate(json.loads(scalars["operations"])):
                 values = None
-                if "values" in entry:
-                    start, shape, dtype = entry["values"]
+                if placed is not None:
+                    start, shape, dtype = placed
                     values = PlacedTensor("", tuple(shape), getattr(torch, dtype), start).view(content)
-                yield operation, values, entry["plain"]
+                operation["shape"] = tuple(operation["shape"])
+                yield Operation(**operation), values, scalars["plain"].get(place)
 
     def applied(self, iteration: int) -> bool:
         """See `Repeats.applied`; known once its operations were read."""
         return self._applied[iteration]
+
+
+def _place(slot: Slot, start: int, values: torch.Tensor) -> torch.Tensor:
+    """Where these values lie in the file."""
+    return slot.file.bytes[start : start + values.nbytes].view(values.dtype).view(values.shape)
 
 
 def _larger(one: SlabSize, other: SlabSize) -> SlabSize:

@@ -20,7 +20,7 @@ SENT = Operation("send", "1", "", (3, 4), "float32")
 class Logs:
     """A rank's logs in a directory of their own."""
 
-    def __init__(self, directory: Path, life: int = 1, room: int = 1 << 20) -> None:
+    def __init__(self, directory: Path, life: int = 1, room: int = 1 << 26) -> None:
         self.directory, self.said = directory, list[str]()
         memory = SharedMemory(RUN, 0, life, directory, wait_seconds=0.1)
         report = lambda message, level: self.said.append(message)  # noqa: E731
@@ -100,6 +100,27 @@ def test_the_next_life_keeps_the_logs_and_overwrites_the_oldest(logs: Logs, tmp_
     later.train(7)
     assert sorted(later.left()) == [3, 4, 5, 6, 7]  # there are five files now
     later.stage.close(remove=True)
+
+
+def test_what_changes_after_it_was_sent_is_not_logged_with_other_values(logs: Logs) -> None:
+    """Collectives write into what they were given; nobody writes into what was sent to another stage."""
+    logs.stage.keep(4)
+    gives = Operation("all_reduce", "pipe", "SUM", (1 << 20,), "float32")
+    for iteration in range(1, 5):
+        logs.stage.begin(iteration)
+        for operation in (SENT, gives):
+            values = torch.full((1 << 20,), float(iteration))
+            logs.stage.add(operation, values)
+            if operation is gives or iteration == 3:
+                values.add_(1000.0)
+        logs.stage.end(True, None)
+    left = logs.left()
+    assert sorted(left) == [2, 4]
+    for iteration in left:
+        for _, logged, _ in LoggedSteps(left, frozenset(), lambda: None).operations(iteration):
+            assert logged is not None
+            assert torch.equal(logged, torch.full((1 << 20,), float(iteration)))
+    assert any("has written to a tensor after it was sent" in one for one in logs.said)
 
 
 def test_a_damaged_log_is_told(logs: Logs) -> None:
