@@ -1,42 +1,72 @@
-"""Dense checkpoints, stale experts and windows under the same kills, beside a job that nothing happens to."""
+"""Windows, snapshots in memory, rivals with their own policies and stale experts under the same kills.
+
+Each way also trains once a round without a kill, which shows its overhead, beside a job without any snapshot.
+"""
 
 import json
 import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy
 
-from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
-from cpsr.benchmarks.harness.measurement import Measurement, interval_text
+from cpsr.benchmarks.harness.intervals import median_ratio_interval
+from cpsr.benchmarks.harness.measurement import Measurement
 from cpsr.benchmarks.harness.ranks import start_ranks
+from cpsr.benchmarks.replay.live_interval import CHECKFREQ, PCCHECK, PROFILED_INTERVAL, PROFILED_ITERATIONS
 from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
-from cpsr.benchmarks.simulate.rivals import checkfreq
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
-from cpsr.planner.inputs import PlannerInputs
-from cpsr.planner.live.measurements import costs_of_ranks
 
-__all__ = ["RARELY", "WAYS", "Plan", "Run", "compare", "lag_iterations", "lost_tokens"]
+__all__ = ["CONTROL", "EXACT", "MEMORY", "RARELY", "STALE", "WAYS", "WINDOW", "WINDOWS", "Plan", "Run", "compare"]
+__all__ += ["lag_iterations", "lost_tokens"]
 
 RANKS = 2
 WINDOW = 4
-CALIBRATION_ITERATIONS, CALIBRATION_INTERVAL = 60, 10
-OVERHEAD_FRACTION = 0.035  # CheckFreq's own limit
 TAIL_ITERATIONS = 20  # of the end, over which losses are compared
-DENSE, STALE, WINDOWS, CONTROL = "dense, CheckFreq's interval", "stale experts", f"windows of {WINDOW}", "no failure"
-WAYS = (DENSE, STALE, WINDOWS)
+CONTROL, WINDOWS, MEMORY, STALE = "no snapshot", f"windows of {WINDOW}", "snapshots in memory", "stale experts"
+CHECKFREQ_LIVE, PCCHECK_LIVE = "CheckFreq, live", "PCcheck, live"
 
 RARELY = {"interval_iterations": 100_000}
-_DISK = {"shared_memory": False}
+_DISK = {"shared_memory": False, "interval_iterations": PROFILED_INTERVAL}
+_EXACT = {"mode": "exact", "checkpoint": _DISK}
 _PLAIN = {"learning": {"budget_fraction": 0.0}, "ranks": {"heartbeat_timeout_seconds": 30.0}}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a job saves its state.
+
+    Attributes:
+        config: of CPSR.
+        policy: of `LiveInterval`, which sets the interval; None: that of the configuration stays.
+        interval_iterations: of snapshots, where no policy sets it.
+    """
+
+    config: Mapping[str, Any]
+    policy: str | None = None
+    interval_iterations: int = 1
+
+
+_REPLAY = {"enabled": True, "window_iterations": WINDOW}
+# One expert of each layer in a checkpoint, in turn; too few checkpoints are kept to predict from.
+_EXPERTS = {"policy": "sequential", "experts_per_layer": 1}
+WAYS = {
+    WINDOWS: Way({"mode": "exact", "checkpoint": RARELY, "replay": _REPLAY}, interval_iterations=WINDOW),
+    MEMORY: Way({"mode": "exact", "checkpoint": RARELY, "memory": {"interval_iterations": 1}}),
+    CHECKFREQ_LIVE: Way(_EXACT, CHECKFREQ),
+    PCCHECK_LIVE: Way(_EXACT, PCCHECK),
+    STALE: Way({"mode": "auto", "checkpoint": _DISK, "experts": _EXPERTS}, CHECKFREQ),
+}
+EXACT = tuple(name for name in WAYS if name != STALE)
+_NOTHING = Way({"mode": "exact", "checkpoint": {**RARELY, "shared_memory": False}})
 
 
 @dataclass(frozen=True)
@@ -48,14 +78,12 @@ class Plan:
         rounds: in each, every way meets the same kills.
         kills: of both ranks, in each run.
         mixture: shape of the model.
-        interval_iterations: between checkpoints, in place of CheckFreq's.
     """
 
     iterations: int = 120
     rounds: int = 3
     kills: int = 2
     mixture: Mixture = field(default_factory=Mixture)
-    interval_iterations: int | None = None
 
     def killed_at(self, round_: int) -> list[int]:
         """Iterations of the kills, drawn in equal parts of the run between its first third and its last sixth."""
@@ -74,7 +102,8 @@ class Run:
         repeated: iterations that each failure had repeated.
         lost_tokens: that failures took from experts, over all layers, as far as no later failure undid it.
         down_seconds: of each failure, from the last step before it to the first one's begin after it.
-        step_seconds: median over all lives.
+        step_seconds: mean of the first life, from where a policy has profiled on.
+        profiles: of its policy, oldest first.
         wall_seconds: from the first start of the processes to their last end.
         digests: of each rank's state at the end.
         methods: how each life began.
@@ -86,6 +115,7 @@ class Run:
     lost_tokens: float
     down_seconds: list[float]
     step_seconds: float
+    profiles: list[dict[str, Any]]
     wall_seconds: float
     digests: list[str]
     methods: list[str]
@@ -98,74 +128,55 @@ def compare(call: Measurement, plan: Plan) -> dict[str, Any]:
     Raises:
         CPSRError: a job failed; or what has to be exact is not.
     """
-    every = {name: _interval(call.directory / f"costs-{name[:5]}", way, plan) for name, way in _SAVED.items()}
-    configs = {
-        CONTROL: {"mode": "exact", "checkpoint": {**RARELY, "shared_memory": False}},
-        **{name: way(every[name]["interval_iterations"]) for name, way in _SAVED.items()},
-        WINDOWS: {"mode": "exact", "checkpoint": RARELY, "replay": {"enabled": True, "window_iterations": WINDOW}},
-    }
-    runs: dict[str, list[Run]] = {name: [] for name in configs}
-    advance = call.bar("compared runs", plan.rounds * len(configs))
+    quiet: dict[str, list[Run]] = {name: [] for name in (CONTROL, *WAYS)}
+    killed: dict[str, list[Run]] = {name: [] for name in WAYS}
+    advance = call.bar("compared runs", plan.rounds * (len(quiet) + len(killed)))
     for number in range(plan.rounds):
-        for place, (name, config) in enumerate(configs.items()):
-            kills = [] if name == CONTROL else plan.killed_at(number)
-            runs[name].append(_run(call.directory / f"compared-{number}-{place}", config, plan, kills))
+        for place, name in enumerate(quiet):
+            way, directory = WAYS.get(name, _NOTHING), call.directory / f"compared-{number}-{place}"
+            quiet[name].append(_run(directory, way, plan, []))
             advance()
-    for name in (DENSE, WINDOWS):
-        if any(one.digests != runs[CONTROL][0].digests for one in runs[name]):
+            if name in killed:
+                killed[name].append(
+                    _run(directory.with_name(f"{directory.name}-killed"), way, plan, plan.killed_at(number))
+                )
+                advance()
+    control = quiet[CONTROL]
+    for name in EXACT:
+        if any(one.digests != control[0].digests for one in (*quiet[name], *killed[name])):
             raise CPSRError(f"{name}: a run ended with another state than the one that nothing happened to")
-    found = {name: _figures(own, runs[CONTROL], plan) for name, own in runs.items()}
-    _show(call, found, every)
-    state_bytes = runs[CONTROL][0].state_bytes
-    return {"plan": asdict(plan), "checkfreq": every, "ways": found, "state_bytes_of_a_rank": state_bytes}
-
-
-def _dense(interval: int) -> dict[str, Any]:
-    return {"mode": "exact", "checkpoint": {**_DISK, "interval_iterations": interval}}
-
-
-def _stale(interval: int) -> dict[str, Any]:
-    """One expert of each layer in a checkpoint, in turn; too few checkpoints are kept to predict from."""
-    experts = {"policy": "sequential", "experts_per_layer": 1}
-    return {"mode": "auto", "checkpoint": {**_DISK, "interval_iterations": interval}, "experts": experts}
-
-
-_SAVED: dict[str, Callable[[int], dict[str, Any]]] = {DENSE: _dense, STALE: _stale}
-
-
-def _interval(directory: Path, way: Callable[[int], dict[str, Any]], plan: Plan) -> dict[str, Any]:
-    """What checkpoints cost this job, and the interval by CheckFreq's rule."""
-    run = _run(directory, way(CALIBRATION_INTERVAL), replace(plan, iterations=CALIBRATION_ITERATIONS), [])
-    costs = costs_of_ranks(directory / "run" / "checkpoints", RANKS)
-    if not costs:
-        raise CPSRError(
-            f"{directory}: no checkpoint of {CALIBRATION_ITERATIONS} iterations has measured what one costs"
-        )
-    stall, persist = max(one.stall_seconds for one in costs), max(one.persist_seconds for one in costs)
-    inputs = PlannerInputs(run.step_seconds, stall, persist, 0.0)
-    interval = plan.interval_iterations or checkfreq(inputs, OVERHEAD_FRACTION).interval_iterations
+    found = {name: _figures(WAYS[name], quiet[name], killed[name], control, plan) for name in WAYS}
+    _show(call, found)
+    seconds = [one.step_seconds for one in control]
     return {
-        "interval_iterations": interval,
-        "iteration_seconds": run.step_seconds,
-        "stall_seconds": stall,
-        "persist_seconds": persist,
+        "plan": asdict(plan),
+        "step_seconds": seconds,
+        "ways": found,
+        "state_bytes_of_a_rank": control[0].state_bytes,
     }
 
 
-def _run(directory: Path, config: Mapping[str, Any], plan: Plan, kills: Sequence[int]) -> Run:
+def _run(directory: Path, way: Way, plan: Plan, kills: Sequence[int]) -> Run:
     """One run with real kills of both ranks, each followed by a restart."""
     directory.mkdir(parents=True)
     run_dir = directory / "run"
-    whole = {**_PLAIN, **config, "run_dir": str(run_dir)}
+    whole = {**_PLAIN, **way.config, "run_dir": str(run_dir)}
     lives: list[list[list[dict[str, Any]]]] = []
     begun = ended = 0.0
+    profile: dict[str, Any] | None = None
     for life, killed_at in enumerate([*kills, None]):
-        part = Part(whole, directory / f"life-{life}", plan.iterations, killed_at, plan.mixture)
+        result = directory / f"life-{life}"
+        part = Part(whole, result, plan.iterations, killed_at, plan.mixture, way.policy, profile)
         begin, ended = _live(part)
         begun = begun or begin
         lives.append([_read(part.result, rank) for rank in range(RANKS)])
+        profile = [profile, *_profiles(lives[-1])][-1]
     remove_memory_states(run_id(run_dir))
     return _seen(lives, kills, ended - begun)
+
+
+def _profiles(life: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    return [note["profile"] for note in life[0] if "profile" in note]
 
 
 def _live(part: Part) -> tuple[float, float]:
@@ -199,7 +210,7 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int],
         times = [max(note["unix_seconds"] for note in notes) for notes in steps]
         losses |= {notes[0]["iteration"]: statistics.fmean(note["loss"] for note in notes) for notes in steps}
         took = [after - before for before, after in pairwise(times)]
-        seconds += took
+        seconds = seconds or took[PROFILED_ITERATIONS:] or took
         layers = (start[0]["lost_tokens"] or {}).get("layers", [])
         tokens.append((start[0]["iteration"], sum(layer["lost_tokens"] for layer in layers)))
         if place:
@@ -212,7 +223,8 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int],
         [killed - start for killed, start in zip(kills, began, strict=True)],
         lost_tokens(tokens),
         down,
-        statistics.median(seconds),
+        statistics.fmean(seconds),
+        [one for life in lives for one in _profiles(life)],
         wall_seconds,
         [end["digest"] for end in ends],
         methods,
@@ -253,26 +265,33 @@ def lag_iterations(losses: Mapping[int, float], control: Mapping[int, float], ta
     return gap / max(-float(slope), 1e-9), gap
 
 
-def _figures(runs: Sequence[Run], control: Sequence[Run], plan: Plan) -> dict[str, Any]:
-    lags = [lag_iterations(one.losses, quiet.losses, TAIL_ITERATIONS) for one, quiet in zip(runs, control, strict=True)]
-    wall = median_ratio_interval([one.wall_seconds for one in runs], [one.wall_seconds for one in control])
+def _figures(
+    way: Way, quiet: Sequence[Run], killed: Sequence[Run], control: Sequence[Run], plan: Plan
+) -> dict[str, Any]:
+    lags = [lag_iterations(one.losses, own.losses, TAIL_ITERATIONS) for one, own in zip(killed, control, strict=True)]
+    steps = [one.step_seconds for one in quiet], [one.step_seconds for one in control]
     routed = plan.iterations * plan.mixture.tokens_per_iteration
+    profiles = [one.profiles[-1] for one in (*quiet, *killed) if one.profiles]
+    intervals = [one["interval_iterations"] for one in profiles] or [way.interval_iterations]
     return {
-        "repeated_iterations": [one.repeated for one in runs],
-        "lost_tokens": [one.lost_tokens for one in runs],
-        "lost_token_share": [one.lost_tokens / routed for one in runs],
+        "intervals_iterations": intervals,
+        "persist_seconds": statistics.median(one["persist_seconds"] for one in profiles) if profiles else None,
+        "step_seconds": steps[0],
+        "step_ratio": asdict(median_ratio_interval(*steps)),
+        "step_ratios": [one / other for one, other in zip(*steps, strict=True)],
+        "repeated_iterations": [one.repeated for one in killed],
+        "lost_tokens": [one.lost_tokens for one in killed],
+        "lost_token_share": [one.lost_tokens / routed for one in killed],
         "lag_iterations": [lag for lag, _ in lags],
         "gap_nats": [gap for _, gap in lags],
-        "down_seconds": [one.down_seconds for one in runs],
-        "step_seconds": [one.step_seconds for one in runs],
-        "wall_seconds": [one.wall_seconds for one in runs],
-        "wall_ratio": asdict(wall),
-        "methods": sorted({method for one in runs for method in one.methods[1:]}),
-        "same_bits": [one.digests == control[0].digests for one in runs],
+        "down_seconds": [one.down_seconds for one in killed],
+        "wall_ratios": [one.wall_seconds / other.wall_seconds for one, other in zip(killed, control, strict=True)],
+        "methods": sorted({method for one in killed for method in one.methods[1:]}),
+        "same_bits": [one.digests == control[0].digests for one in killed],
     }
 
 
-def _show(call: Measurement, found: Mapping[str, Mapping[str, Any]], every: Mapping[str, Mapping[str, Any]]) -> None:
+def _show(call: Measurement, found: Mapping[str, Mapping[str, Any]]) -> None:
     rows = []
     for name, own in found.items():
         repeated = [one for run in own["repeated_iterations"] for one in run]
@@ -280,19 +299,20 @@ def _show(call: Measurement, found: Mapping[str, Mapping[str, Any]], every: Mapp
         rows.append(
             (
                 name,
-                str(every[name]["interval_iterations"]) if name in every else "-",
-                f"{statistics.fmean(repeated):.1f} ({min(repeated)} to {max(repeated)})" if repeated else "-",
+                _range(own["intervals_iterations"], 0),
+                f"{own['step_ratio']['value']:.3f} ({_range(own['step_ratios'], 3)})",
+                f"{statistics.fmean(repeated):.1f} ({_range(repeated, 0)})" if repeated else "-",
                 f"{statistics.fmean(own['lost_token_share']):.2%}",
                 f"{statistics.fmean(own['lag_iterations']):.1f} ({_range(own['lag_iterations'])})",
                 _range(down) if down else "-",
-                interval_text(Estimate(**own["wall_ratio"])),
+                _range(own["wall_ratios"], 2),
                 "same" if all(own["same_bits"]) else "others",
             )
         )
-    rounds = len(found[CONTROL]["lag_iterations"])
-    headings = ("way", "every", "repeated", "lost tokens", "lag", "down s", "wall", "bits")
-    call.table(f"killed jobs beside one that nothing happens to ({rounds} rounds)", headings, rows)
+    rounds = len(found[WINDOWS]["lag_iterations"])
+    headings = ("way", "every", "step", "repeated", "lost tokens", "lag", "down s", "wall", "bits")
+    call.table(f"jobs that are killed, and their steps without a kill ({rounds} rounds)", headings, rows)
 
 
-def _range(values: Sequence[float]) -> str:
-    return f"{min(values):.1f} to {max(values):.1f}"
+def _range(values: Sequence[float], digits: int = 1) -> str:
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}"

@@ -46,6 +46,8 @@ class Part:
         iterations: end of the run.
         killed_at: iteration after which every rank kills itself; None: the job comes to its end.
         mixture: shape of the model.
+        policy: of `LiveInterval`, which sets the interval; None: nobody changes it.
+        profile: that an earlier life has left for it.
     """
 
     config: dict[str, Any]
@@ -53,6 +55,8 @@ class Part:
     iterations: int
     killed_at: int | None
     mixture: Mixture
+    policy: str | None = None
+    profile: dict[str, Any] | None = None
 
 
 def found_path(result: Path, rank: int) -> Path:
@@ -72,6 +76,7 @@ def train(part: Part, rank: int, ranks: int) -> None:
     from torch.utils.data import DataLoader, TensorDataset
 
     from cpsr import CPSRRecovery
+    from cpsr.benchmarks.replay.live_interval import LiveInterval
     from cpsr.benchmarks.replay.model import PEAK_LEARNING_RATE, MixtureGPT, engine_of
     from cpsr.demo.device import join_ranks
 
@@ -90,6 +95,7 @@ def train(part: Part, rank: int, ranks: int) -> None:
 
         guard = recovery.restored.guard
         note(iteration=recovery.iteration, method=recovery.restored.method, lost_tokens=guard.get("lost_tokens"))
+        rival = None if part.policy is None else LiveInterval(recovery.life, part.policy, part.profile)
         for (index,) in recovery.resume(loader, repeat=True):
             if recovery.iteration >= part.iterations:
                 break
@@ -99,6 +105,8 @@ def train(part: Part, rank: int, ranks: int) -> None:
             engine.backward(loss)
             engine.step()
             note(iteration=recovery.iteration, loss=loss.item())
+            if rival is not None and (profile := rival.after_step()) is not None:
+                note(profile=profile)
             if recovery.iteration == part.killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
             if recovery.iteration >= part.iterations:

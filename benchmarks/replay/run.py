@@ -73,7 +73,7 @@ def main(
             figures["repeated"] = {"tokens": TOKENS, **_repeated(call, steps)}
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
-            figures["ettr"] = simulated(call, figures["comparison"], figures.get("ratios"))
+            figures["ettr"] = simulated(call, figures["comparison"])
         call.leave(figures)
 
 

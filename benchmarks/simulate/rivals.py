@@ -20,7 +20,17 @@ from cpsr.planner.policies import (
     paper_terms,
 )
 
-__all__ = ["PCCHECK_CONCURRENT", "RULES", "checkfreq", "exact_iterations", "gemini", "pccheck", "sinh", "untruncated"]
+__all__ = [
+    "CHECKFREQ_STEP_ITERATIONS",
+    "PCCHECK_CONCURRENT",
+    "RULES",
+    "checkfreq",
+    "exact_iterations",
+    "gemini",
+    "pccheck",
+    "sinh",
+    "untruncated",
+]
 
 # Overhead of the baselines in CPSR's evaluation, "2% of the job completion time" (section VI-C2): a fraction of the
 # training time for CheckFreq (whose paper takes 0.035), and a factor of 1.02 on the time of an iteration for PCcheck.

@@ -7,25 +7,15 @@ import pytest
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.replay import run
-from cpsr.benchmarks.replay.compared import (
-    CONTROL,
-    DENSE,
-    STALE,
-    WINDOW,
-    WINDOWS,
-    Plan,
-    compare,
-    lag_iterations,
-    lost_tokens,
-)
-from cpsr.benchmarks.replay.ettr import simulated, windows_of
+from cpsr.benchmarks.replay.compared import EXACT, STALE, WAYS, WINDOW, WINDOWS, Plan, lag_iterations, lost_tokens
+from cpsr.benchmarks.replay.ettr import simulated
 from cpsr.benchmarks.replay.job import Shape
 from cpsr.benchmarks.replay.mixture import Mixture
 from cpsr.benchmarks.replay.repeated_step import FROZEN, KINDS, WHOLE
 from cpsr.benchmarks.tests.recovery.tiny import called_here, one_thread
 from cpsr.demo.model import GPTConfig
 
-SMALL = Plan(48, 1, 1, Mixture(4, GPTConfig(layers=2, heads=2, width=16, context=16)), interval_iterations=5)
+SMALL = Plan(72, 1, 1, Mixture(4, GPTConfig(layers=2, heads=2, width=16, context=16)))
 RESTART = 4.0
 
 
@@ -55,9 +45,11 @@ def test_the_steps_of_a_pipeline_are_measured_with_logs_and_without(tmp_path: Pa
 
 @pytest.mark.slow
 def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_path: Path) -> None:
-    with measuring("replay", None, tmp_path, timed=False) as call:
-        found = json.loads(json.dumps(compare(call, SMALL)))["ways"]
-    for name in (DENSE, WINDOWS):
+    path = tmp_path / "replay.json"
+    run.main(path, plan=SMALL, workdir=tmp_path, parts=["comparison"])
+    report = json.loads(path.read_text())
+    found = report["comparison"]["ways"]
+    for name in EXACT:
         assert found[name]["methods"] == ["exact"]
         assert found[name]["lost_tokens"] == [0.0]
         assert found[name]["lag_iterations"] == [0.0]
@@ -67,6 +59,9 @@ def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_p
     assert found[STALE]["same_bits"] == [False]
     ((repeated,),) = found[WINDOWS]["repeated_iterations"]
     assert 4 <= repeated <= 8
+    for name, own in found.items():  # who has a policy has profiled, and has set its own interval
+        assert (own["persist_seconds"] is None) == (WAYS[name].policy is None)
+    assert {one["system"] for one in report["ettr"]} == set(WAYS)
 
 
 def test_a_lag_is_the_gap_over_what_an_iteration_is_worth() -> None:
@@ -82,27 +77,14 @@ def test_tokens_are_lost_once_where_two_failures_go_back_to_the_same_checkpoint(
     assert lost_tokens([(0, 0.0), (54, 90.0), (27, 100.0)]) == 100.0
 
 
-def comparison() -> dict[str, object]:
-    """What `compare` returns, in round numbers."""
-    ways = {
-        name: {"step_seconds": [step], "down_seconds": [[RESTART]]}
-        for name, step in ((CONTROL, 0.1), (DENSE, 0.101), (STALE, 0.101), (WINDOWS, 0.102))
-    }
-    costs = {"stall_seconds": 0.02, "persist_seconds": 0.8}
-    every = {DENSE: {**costs, "interval_iterations": 9}, STALE: {**costs, "interval_iterations": 7}}
-    return {"ways": ways, "checkfreq": every}
-
-
 def test_windows_lose_one_and_a_half_of_their_length_a_failure(tmp_path: Path) -> None:
-    ratios = {"alone": {"value": 1.0}, "windows of 8": {"value": 0.99}}
-    windows = windows_of(comparison(), ratios)
-    assert windows == {WINDOWS: (WINDOW, pytest.approx(0.02)), "windows of 8, one process": (8, 0.0)}
+    ratio = {"value": 1.02, "low": 1.0, "high": 1.04}
+    common = {"step_ratio": ratio, "down_seconds": [[RESTART]], "persist_seconds": None}
+    ways = {WINDOWS: {**common, "intervals_iterations": [WINDOW]}}
     with measuring("replay", None, tmp_path, timed=False) as call:
-        found = simulated(call, comparison(), ratios)
+        found = simulated(call, {"step_seconds": [0.1], "ways": ways})
     for one in found:
-        if one["system"] not in windows:
-            continue
-        length, overhead = windows[one["system"]]
-        recovery = one["restart_seconds"] + 1.5 * length * 0.1
-        expected = 1 / (1 + overhead) / (1 + recovery / (60.0 * one["mtbf_minutes"]))
-        assert one["ettr"] == pytest.approx(expected, abs=0.005)
+        recovery = one["restart_seconds"] + 1.5 * WINDOW * 0.1
+        for name, overhead in (("ettr", 0.02), ("ettr_low", 0.04), ("ettr_high", 0.0)):
+            expected = 1 / (1 + overhead) / (1 + recovery / (60.0 * one["mtbf_minutes"]))
+            assert one[name] == pytest.approx(expected, abs=0.005)
