@@ -15,7 +15,7 @@ from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.frozen_parameters import FrozenWeights, hash_of
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["DISTURBED", "BoundaryBuffers", "EarlierStep", "WriteWatch"]
+__all__ = ["DISTURBED", "BoundaryBuffers", "EarlierStep", "WriteWatch", "as_integers"]
 
 # Running statistics and counters are copied at every boundary: torch changes them without a new version. Larger ones
 # (attention masks) are copied when their version has changed; or always, once they were found to change without one,
@@ -301,12 +301,13 @@ class WriteWatch:
         self._elements, self._rows = [], []
         for one in held:
             if not one.values.is_cuda:
-                integers, row = _as_integers(one.values), one.global_shape[-1] if len(one.global_shape) > 1 else 1
+                integers, row = as_integers(one.values), one.global_shape[-1] if len(one.global_shape) > 1 else 1
                 self._elements.append(integers[len(integers) // 2 :][:1].data)
                 self._rows.append(integers[:: max(1, row, len(integers) // ROWS_MAX)])
 
 
-def _as_integers(values: torch.Tensor) -> Any:
+def as_integers(values: torch.Tensor) -> Any:
+    """The elements of a flat tensor on the host as integers of the same size, in NumPy; a view."""
     if values.is_complex():
         values = torch.view_as_real(values).reshape(-1)
     return values.view(_INTEGERS[values.element_size()]).numpy()

@@ -72,9 +72,13 @@ class HostBuffer:
         self.views = Shard(self._operators, self._others)
 
     def shard_of_parts(self, taken_at: Mapping[str, int]) -> Shard:
-        """Views of this buffer with the template's names and shapes, each operator at the iteration of its part."""
-        part_of = self.held.parts.of
-        operators = {name: replace(one, iteration=taken_at[part_of(name)]) for name, one in self._operators.items()}
+        """Views of these parts with the template's names and shapes, each operator at the iteration of its part."""
+        parts = {name: self.held.parts.of(name) for name in self._operators}
+        operators = {
+            name: replace(one, iteration=taken_at[parts[name]])
+            for name, one in self._operators.items()
+            if parts[name] in taken_at
+        }
         return Shard(operators, dict(self._others))
 
     def shard_at(self, iteration: int) -> Shard:

@@ -240,6 +240,7 @@ class CopyEngine:
         thorough: bool = False,
         early: bool = True,
         on_disturbed: Callable[[], None] = lambda: None,
+        beside: Callable[[], object] = lambda: None,
     ) -> RunningCopy:
         """Start a copy; `finish` it before its sources change. If the loop ever changes them, it is complete now.
 
@@ -252,12 +253,13 @@ class CopyEngine:
             early: confirm it now, if nothing has changed in the snapshots before.
             on_disturbed: called where the loop has changed the sources, and the copy is given up; from any thread,
                 perhaps twice.
+            beside: looks at the sources, in the thread, before the copy is complete; on a device it is not called.
         """
         writes = self.writes
         if not writes.disturbed:
             writes.begin(self, shard, thorough=thorough, on_change=partial(self._take_back, on_disturbed))
         try:
-            running = self._started(plan, parts, small)
+            running = self._started(plan, parts, small, beside)
         except BaseException:
             writes.end(self)
             raise
@@ -275,25 +277,34 @@ class CopyEngine:
             return DeviceCopy(torch.cuda.current_stream(self.device), plan().pairs(), small)
         running = RunningCopy(small, self.arrival())
         running.copied = Future()
-        running.copied.set_result(self._copy_on_host(plan, None))
+        running.copied.set_result(self._copy_on_host(plan, None, lambda: None))
         return running
 
     def _started(
-        self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, small: SmallState | None
+        self,
+        plan: Callable[[], CopyPlan],
+        parts: Collection[str] | None,
+        small: SmallState | None,
+        beside: Callable[[], object],
     ) -> RunningCopy:
         if self._stream is not None:
             return DeviceCopy(self._stream, plan().pairs(parts), small)
         paced = None if self.pace is None else PacedCopy(self.pace, small, self.arrival())
         running = RunningCopy(small, self.arrival()) if paced is None else paced
-        running.copied = self._worker.submit(self._copy_on_host, plan, parts, paced)
+        running.copied = self._worker.submit(self._copy_on_host, plan, parts, beside, paced)
         return running
 
     def _copy_on_host(
-        self, plan: Callable[[], CopyPlan], parts: Collection[str] | None, paced: PacedCopy | None = None
+        self,
+        plan: Callable[[], CopyPlan],
+        parts: Collection[str] | None,
+        beside: Callable[[], object],
+        paced: PacedCopy | None = None,
     ) -> float:
         """Returns the seconds it took, without those in which it waited for its turn."""
         started = time.perf_counter()
         plan().run(parts, paced, hashed=self.hashes)
+        beside()
         return time.perf_counter() - started - (0.0 if paced is None else paced.blocked_seconds)
 
     @torch.no_grad()

@@ -25,6 +25,7 @@ class Contents:
         carried: operators from an earlier checkpoint of this attempt; all others are taken now.
         writers: operators in the files of another rank -> that rank.
         replicated: descriptions of operators that other ranks hold, too; the commit compares their hashes.
+        left: operators that other ranks of this machine copy, so that this one does not; None: nothing is shared there.
 
     Raises:
         ValueError: the parts contradict each other.
@@ -34,12 +35,15 @@ class Contents:
     carried: frozenset[str] = frozenset()
     writers: Mapping[str, int] = field(default_factory=dict)
     replicated: Mapping[str, OperatorRecord] = field(default_factory=dict)
+    left: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if not self.carried <= self.experts:
             raise ValueError(f"only parameters of experts can be carried: {min(self.carried - self.experts)}")
         if not self.writers.keys() <= self.replicated.keys():
             raise ValueError("another rank can only write operators that it holds, too")
+        if not (self.left or frozenset()) <= self.writers.keys():
+            raise ValueError("a rank copies what it writes")
 
     @staticmethod
     def sparse(experts: frozenset[str], saved: frozenset[str]) -> "Contents":
@@ -126,6 +130,10 @@ class Snapshot:
         disk: whether it is to be written; else it is for host memory alone.
         taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
+        lacking: parts that other ranks of this machine hold of this iteration, and this one does not.
+        samples: hash of a few elements of each part that ranks share; set by the copying thread.
+        left_hashes: `cpsr.checkpoint.replicated.state_hash` of what it lacks, of a checkpoint; likewise.
+        mean_second_moment: of the whole shard, where something is lacking; likewise.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
         encoded: the scalars as `cpsr.state.codec.encode` gives them; None where a device has a part of them.
         place: number of its buffer in the pool.
@@ -142,6 +150,10 @@ class Snapshot:
     disk: bool = True
     taken_at: Mapping[str, int] = field(default_factory=dict)
     source: int | None = None
+    lacking: frozenset[str] = frozenset()
+    samples: Mapping[str, str] = field(default_factory=dict)
+    left_hashes: Mapping[str, str] = field(default_factory=dict)
+    mean_second_moment: float | None = None
     sealed: "Future[bool] | None" = None
     encoded: tuple[Any, dict[str, torch.Tensor]] | None = None
     place: int = -1

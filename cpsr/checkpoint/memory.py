@@ -18,6 +18,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cpsr.checkpoint.arena import Arena, shared_memory_left
 from cpsr.checkpoint.device import Pinning
 from cpsr.checkpoint.file_lock import FileInUseError, FileLock
 from cpsr.checkpoint.memory_states import (
+    ELSEWHERE,
     HASH_PLACE,
     PENDING_HASH,
     SHARED_MEMORY,
@@ -40,7 +42,7 @@ from cpsr.checkpoint.memory_states import (
     size_of,
     write_at,
 )
-from cpsr.checkpoint.parts import Held, Parts
+from cpsr.checkpoint.parts import Held, Parts, operator_of
 from cpsr.checkpoint.tensor_file import (
     LENGTH_BYTES,
     PlacedTensor,
@@ -147,6 +149,7 @@ class MemoryFile:
         encoded: tuple[Any, dict[str, torch.Tensor]],
         owned: str = "",
         held: Held | None = None,
+        samples: Mapping[str, str] | None = None,
     ) -> Callable[[], None]:
         """Write all that describes the state in the buffer.
 
@@ -157,6 +160,7 @@ class MemoryFile:
             encoded: the small state as `cpsr.state.codec.encode` gives it.
             owned: see `MemoryState`.
             held: iterations and hashes of the buffer's parts; None: all of it is of that iteration, and hashed now.
+            samples: hash of a few elements of each part that ranks share, see `HeldPart`.
 
         Returns:
             Declares it complete, by one store.
@@ -171,10 +175,13 @@ class MemoryFile:
             held = Held(self._whole, self.bytes)
             held.fill(held.parts.names, iteration)
         held.hash_rest()
-        members, index = self._described(shard, held.parts)
-        hashes = [held.digests[segment].hex() for segment in held.parts.segments]
+        members, index = self._described(shard, held.parts, held.parts.names - held.taken_at.keys())
+        hashes = [
+            held.digests[segment].hex() if segment.part in held.taken_at else "" for segment in held.parts.segments
+        ]
         stamp = {**self._memory.stamp, "kind": kind, "iteration": str(iteration), "owned": owned}
         index = index | stamp | {"taken_at": json.dumps(held.taken_at), "hashes": json.dumps(hashes)}
+        index["samples"] = json.dumps(samples or {})
         return self._put(index, members, self._image(tensors), json.dumps(tree).encode())
 
     def _image(self, tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -239,12 +246,12 @@ class MemoryFile:
 
         return publish
 
-    def _described(self, shard: Shard, parts: Parts) -> tuple[bytes, dict[str, str]]:
-        """Of the header, what is the same for all snapshots: the buffer's tensors, operators and segments.
+    def _described(self, shard: Shard, parts: Parts, lacking: frozenset[str]) -> tuple[bytes, dict[str, str]]:
+        """Of the header, what is the same for most snapshots: the buffer's tensors, operators and segments.
 
         Names alone do not tell: windows of another order have the same ones elsewhere, and parts of their own.
         """
-        described_of = (parts, *shard.operators, *shard.others)
+        described_of = (parts, lacking, *shard.operators, *shard.others)
         if self._described_of != described_of:
             operators = {
                 name: [one.parameter.global_shape, one.parameter.offset, one.parameter.block, parts.of(name)]
@@ -252,7 +259,10 @@ class MemoryFile:
             }
             segments = [[segment.begin, segment.end] for segment in parts.segments]
             index = {"operators": json.dumps(operators), "segments": json.dumps(segments)}
-            self._described_of, self._constant = described_of, (members_of(self._layout(shard)), index)
+            layout = (
+                _elsewhere(one) if parts.of(operator_of(one.name)) in lacking else one for one in self._layout(shard)
+            )
+            self._described_of, self._constant = described_of, (members_of(layout), index)
         return self._constant
 
     def _layout(self, shard: Shard) -> Iterable[PlacedTensor]:
@@ -369,6 +379,11 @@ def _content_of(tensor: torch.Tensor) -> bytes | memoryview:
     if tensor.nbytes > COPIED_BYTES:
         return bytes_of(tensor).data
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
+
+
+def _elsewhere(one: PlacedTensor) -> PlacedTensor:
+    """The place of a tensor that other ranks hold."""
+    return replace(one, name=f"{ELSEWHERE}{one.name}")
 
 
 def _padding(first: int, size: int) -> PlacedTensor:

@@ -12,7 +12,10 @@ The header's metadata is the index. Its texts are: `hash`, xxh3-128 of the rest 
 behind the buffer; `sealed_at`, in ns, another one at each seal; `run`, `rank`, `life`, `branch`, `kind`, `iteration`,
 `owned` (see `MemoryState`); `buffer_bytes` and `file_bytes`; and as JSON `operators` (global shape, offset, block and
 part of each), `taken_at` (iteration of each part), `segments` (first byte in the buffer and byte after the last) and
-`hashes` (of each segment, the xxh3-64 of every MiB of it).
+`hashes` (of each segment, the xxh3-64 of every MiB of it); and `samples` of the parts that ranks share.
+
+A part that `taken_at` lacks is not there: its tensors are called `elsewhere/...`, its segments have no hash, and other
+ranks of the machine hold it.
 """
 
 import errno
@@ -23,7 +26,7 @@ import mmap
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,7 +36,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import torch
 import xxhash
 
-from cpsr.checkpoint.assemble import Piece, Wanted, assemble, wanted_of
+from cpsr.checkpoint.assemble import Piece, Slab, Wanted, assemble, wanted_of
 from cpsr.checkpoint.direct_file import PIECE_DIGITS, hash_pieces, pieces_in
 from cpsr.checkpoint.manifest import dtype_name
 from cpsr.checkpoint.parts import operator_of
@@ -43,8 +46,19 @@ from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import decode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
-__all__ = ["BLOCK_BYTES", "BUFFERS", "HASH_PLACE", "NAME", "PAGE_BYTES", "PENDING_HASH", "REPLICAS", "SHARED_MEMORY"]
-__all__ += ["WINDOWS", "HeldOperator", "Kind", "Left", "MemoryState", "OpenState", "SlabSize", "describe", "fill"]
+__all__ = [
+    "BLOCK_BYTES",
+    "BUFFERS",
+    "ELSEWHERE",
+    "HASH_PLACE",
+    "NAME",
+    "PAGE_BYTES",
+    "PENDING_HASH",
+    "REPLICAS",
+    "SHARED_MEMORY",
+]
+__all__ += ["WINDOWS", "HeldOperator", "HeldPart", "Kind", "Left", "MemoryState", "OpenState", "SlabSize"]
+__all__ += ["belong_together", "describe", "fill"]
 __all__ += ["hash_of", "load_states", "open_own", "owned_word", "room_for_memory_state", "size_of"]
 __all__ += ["verify_memory_state", "write_at"]
 
@@ -54,9 +68,10 @@ logger = logging.getLogger(__name__)
 SHARED_MEMORY = Path(os.environ.get("CPSR_SHARED_MEMORY", "/dev/shm"))  # noqa: S108 - that it is shared memory is the purpose; mode 0600, links refused
 PAGE_BYTES = 4096
 # Of a header; see `SlabSize.for_tensors`.
-INDEX_BYTES, TENSOR_BYTES, OPERATOR_BYTES = 2000, 240, 240
+INDEX_BYTES, TENSOR_BYTES, OPERATOR_BYTES = 2000, 240, 300
 BLOCK_BYTES = 512  # of st_blocks, by POSIX
 NAME = re.compile(r"cpsr-(?P<run_id>[0-9A-Za-z_-]+)-rank-(?P<rank>\d{5})-(?P<slot>[0-9a-z-]+)")
+ELSEWHERE = "elsewhere/"
 BUFFERS, WINDOWS, REPLICAS = r"\d+", r"window-\d+", r"replica-.+"  # slots of one kind
 
 Kind = Literal["snapshot", "departure", "small", "window", "upstream"]
@@ -87,13 +102,13 @@ class SlabSize:
         """The size of a file with the tensors of these keys in its buffer, whatever its small state will be.
 
         A tensor takes its key and some 110 bytes of the header, and padding before it as many. In the index, an
-        operator takes its name, that of its part and some 60; and a part twice its name and some 150. Each MiB has a
-        hash.
+        operator takes its name, that of its part and some 60; and a part three times its name and some 180. Each MiB
+        has a hash.
         """
         wanted = LENGTH_BYTES + INDEX_BYTES + PIECE_DIGITS * pieces_in(buffer_bytes)
         for key in keys:
             name = len(json.dumps(key))
-            wanted += TENSOR_BYTES + name + (OPERATOR_BYTES + 5 * name if key.startswith("param/") else 0)
+            wanted += TENSOR_BYTES + name + (OPERATOR_BYTES + 6 * name if key.startswith("param/") else 0)
         return cls(-(-wanted // PAGE_BYTES) * PAGE_BYTES, buffer_bytes)
 
 
@@ -105,6 +120,34 @@ class HeldOperator:
     offset: int
     block: tuple[int, ...] | None
     iteration: int
+    part: str = ""
+
+
+class HeldPart(NamedTuple):
+    """A part of a rank's weights and moments, to be compared with that of another rank.
+
+    Attributes:
+        name: of the part.
+        sample: hash of a few of its elements, with the life and branch; empty where no rank lacks a part.
+        word: hash of what it is and of all its bytes; empty where the state lacks it.
+    """
+
+    name: str
+    sample: str
+    word: str
+
+    def is_given_by(self, other: "HeldPart") -> bool:
+        """Whether another state has this part, and the two are alike as far as they say."""
+        known = bool(self.sample or self.word)
+        return known and bool(other.word) and self.sample == other.sample and self.word in ("", other.word)
+
+
+def belong_together(own: Iterable[HeldPart], other: Iterable[HeldPart]) -> bool:
+    """Whether two states of one iteration are alike in all that their ranks share, also where none gives it."""
+    there = {part.name: part for part in other}
+    both = [(part, there[part.name]) for part in own if part.name in there]
+    shared = [(one, two) for one, two in both if one.sample or two.sample]
+    return all(one.sample == two.sample and one.word in ("", two.word or one.word) for one, two in shared)
 
 
 @dataclass(frozen=True)
@@ -120,11 +163,12 @@ class MemoryState:
         kind: `snapshot`, with all scalars; `departure`, the tensors at the last step boundary of a broken group;
             `small`, all but weights and moments; `window`, sparse snapshots of several iterations, of which `iteration`
             is the first (`cpsr.replay`); `upstream`, what a stage sent to others in that iteration.
-        owned: of a `small` one, which weights and moments belong to it (see `owned_word`); else empty.
+        owned: of a `small` one, which weights and moments belong to it: the `parts` of these as JSON; else empty.
         oldest_iteration: of its parts; older than `iteration` where experts are.
         newest_iteration: of its parts; of a window the last one.
         size: without the small state.
         operators: what it holds of each.
+        lacking: operators of the rank that this state lacks, and others hold; of no iteration.
         index: the header's metadata.
         header: the whole of it, by which the file is recognised.
     """
@@ -140,6 +184,7 @@ class MemoryState:
     newest_iteration: int = -1
     size: SlabSize = field(default=SlabSize(0, 0), compare=False)
     operators: Mapping[str, HeldOperator] = field(default_factory=dict, compare=False, repr=False)
+    lacking: Mapping[str, HeldOperator] = field(default_factory=dict, compare=False, repr=False)
     index: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     header: TensorHeader = field(default_factory=lambda: TensorHeader(0), compare=False, repr=False)
 
@@ -165,10 +210,48 @@ class MemoryState:
     @cached_property
     def tensors(self) -> Mapping[str, PlacedTensor]:
         """Where every tensor lies in the file, but padding; CheckpointError where the header is damaged."""
+        return {one.name: one for one in self.placed if operator_of(one.name) not in self.lacking}
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks may lack parts of theirs that it holds, or the other way round."""
+        return self.index["samples"] != "{}"
+
+    @cached_property
+    def placed(self) -> list[PlacedTensor]:
+        """The file's tensors but padding, also where those would be that it lacks."""
         try:
-            return {one.name: one for one in self.header.tensors() if not one.name.startswith("padding/")}
+            found = [one for one in self.header.tensors() if not one.name.startswith("padding/")]
+            return [replace(one, name=one.name.removeprefix(ELSEWHERE)) for one in found]
         except NO_HEADER as error:
             raise CheckpointError(f"the header of {self.path} is damaged: {error}") from error
+
+    @cached_property
+    def parts(self) -> tuple[HeldPart, ...]:
+        """Parts of weights and moments that it holds, lacks, or belongs to; CheckpointError as of `tensors`."""
+        if self.kind == "small":
+            return tuple(HeldPart(*one) for one in json.loads(self.owned))
+        described, first, operators = dict[str, list[object]](), dict[int, str](), {**self.operators, **self.lacking}
+        for one in self.placed:
+            if (name := operator_of(one.name)) in operators:
+                part = operators[name].part
+                what = one.name, one.shape, dtype_name(one.dtype), _slice(operators[name])
+                described.setdefault(part, []).append(what)
+                if one.end > one.first:
+                    first[one.first - self.size.header_bytes] = part
+        segments = zip(json.loads(self.index["segments"]), json.loads(self.index["hashes"]), strict=True)
+        for (begin, _), digest in segments:
+            if begin in first:
+                described[first[begin]].append(digest)
+        held, samples = {one.part for one in self.operators.values()}, json.loads(self.index["samples"])
+        return tuple(
+            HeldPart(
+                part,
+                f"{self.life}.{self.branch}.{samples[part]}" if part in samples else "",
+                xxhash.xxh3_64_hexdigest(repr(what).encode()) if part in held else "",
+            )
+            for part, what in described.items()
+        )
 
 
 def describe(path: Path, descriptor: int | None = None) -> MemoryState | None:
@@ -221,70 +304,119 @@ def _state_in(path: Path, header: TensorHeader, index: Mapping[str, str]) -> Mem
     if named is not None and (named["run_id"], int(named["rank"])) != (index["run"], rank):
         raise ValueError(f"it is of rank {rank} of the run {index['run']!r}")
     taken_at = {part: int(at) for part, at in json.loads(index["taken_at"]).items()}
-    operators = {
-        name: HeldOperator(tuple(shape), offset, None if block is None else tuple(block), taken_at[part])
+    every = {
+        name: HeldOperator(tuple(shape), offset, None if block is None else tuple(block), taken_at.get(part, -1), part)
         for name, (shape, offset, block, part) in json.loads(index["operators"]).items()
     }
+    operators = {name: one for name, one in every.items() if one.part in taken_at}
+    lacking = {name: one for name, one in every.items() if one.part not in taken_at}
     ages, size = taken_at.values(), SlabSize(header.end, int(index["buffer_bytes"]))
     stamp = rank, iteration, life, kind, index["owned"], branch, min(ages), max(ages)
-    return MemoryState(path, *stamp, size, operators, index, header)
+    return MemoryState(path, *stamp, size, operators, lacking, index, header)
 
 
 def load_states(states: Sequence[MemoryState], into: Shard) -> Any:
     """Copy a rank's state into the views of `into`, whose operators get the iterations at which they were taken.
 
     Args:
-        states: its snapshot; or another rank's with the same weights and moments, and its own small one behind it.
+        states: its snapshot, and behind it those of other ranks with what it lacks; or those of other ranks with the
+            same weights and moments, and its own small one behind them.
         into: views to be written.
 
     Returns:
-        The small state of the last one.
+        Its small state.
 
     Raises:
-        CheckpointError: a state is no longer whole, or is of another model or split, or the two do not belong together;
+        CheckpointError: a state is no longer whole, or is of another model or split, or they do not belong together;
             `into` is unchanged.
     """
+    own = states[-1] if states[-1].kind == "small" else states[0]
+    _require_together(own, states)
     with ExitStack() as opened:
-        slabs = [opened.enter_context(OpenState(state)) for state in reversed(states)]
-        small, whole = slabs[0], slabs[-1]
-        if small is not whole and whole.owned_word() != states[-1].owned:
-            paths = " and ".join(str(state.path) for state in states)
-            raise CheckpointError(f"{paths} do not belong together: other weights or moments")
-        scalars, taken_at = small.scalars(), whole.taken_at(into)
-        if lacking := sorted({f"other/{name}" for name in into.others} - small.tensors.keys()):
-            raise CheckpointError(f"{states[-1].path} holds no {lacking[0]}: it is of another model")
-        fill(slabs, wanted_of(into))
+        slabs = [opened.enter_context(OpenState(state)) for state in states]
+        slabs.sort(key=lambda slab: slab.state is not own)
+        scalars, givers, taken_at = slabs[0].scalars(), [], dict[str, int]()
+        if missing := sorted({f"other/{name}" for name in into.others} - slabs[0].tensors.keys()):
+            raise CheckpointError(f"{own.path} holds no {missing[0]}: it is of another model")
+        for slab in slabs:
+            given = {name: into.operators[name] for name in into.operators.keys() - taken_at.keys()}
+            given = {name: one for name, one in given.items() if _gives(slab.state, own, name)}
+            taken_at |= slab.taken_at(Shard(given))
+            givers.append(_Giver(slab, given.keys()))
+        if missing := sorted(into.operators.keys() - taken_at.keys()):
+            raise CheckpointError(f"{states[0].path} holds another slice of {missing[0]}, or lacks it")
+        fill(givers, wanted_of(into), own.path)
     into.operators.update({name: replace(into.operators[name], iteration=at) for name, at in taken_at.items()})
     return scalars
 
 
-def fill(slabs: Sequence["OpenState"], wanted: Mapping[str, Wanted]) -> None:
+def _require_together(own: MemoryState, states: Sequence[MemoryState]) -> None:
+    """Raise CheckpointError unless what a state does not hold itself is held by the others, and all are alike."""
+    others = [state for state in states if state is not own]
+    held = [part for state in others for part in state.parts if part.word]
+    wanted = [part for part in own.parts if own.kind == "small" or not part.word] if others else []
+    alike = all(belong_together(own.parts, state.parts) for state in others)
+    for part in wanted:
+        there = [one for one in held if one.name == part.name]
+        alike = alike and bool(there) and all(map(part.is_given_by, there))
+    if not alike:
+        paths = " and ".join(str(state.path) for state in states)
+        raise CheckpointError(f"{paths} do not belong together: they hold other weights or moments")
+
+
+def _gives(state: MemoryState, own: MemoryState, name: str) -> bool:
+    """Whether an operator is read from this state. Experts of other ranks may have the name of one that is lacking."""
+    if state is own or own.kind == "small" or name not in state.operators:
+        return name in state.operators
+    return name in own.lacking and own.lacking[name].part == state.operators[name].part
+
+
+@dataclass(frozen=True)
+class _Giver:
+    """A state of which these operators alone are read, and the buffers; see `cpsr.checkpoint.assemble.Slab`."""
+
+    slab: "OpenState"
+    names: Collection[str]
+
+    @property
+    def rank(self) -> int:
+        return self.slab.rank
+
+    @cached_property
+    def pieces(self) -> Mapping[str, Piece]:
+        pieces = self.slab.pieces.items()
+        return {key: one for key, one in pieces if (name := operator_of(key)) in self.names or not name}
+
+    def read(self, wanted: Sequence[WantedRange]) -> int:
+        return self.slab.read(wanted)
+
+
+def fill(slabs: Sequence[Slab], wanted: Mapping[str, Wanted], where: Path) -> None:
     """Fill tensors from states that are open; CheckpointError where one is in none of them, and nothing is written."""
     try:
-        assemble(slabs, wanted, slabs[-1].state.path)
+        assemble(slabs, wanted, where)
     except RunMismatchError as error:
         raise CheckpointError(str(error)) from error
 
 
 def room_for_memory_state(state: MemoryState) -> Shard:
-    """Host memory of its own for a state's tensors, of whatever rank and split; for `load_states`.
+    """Host memory of its own for a rank's tensors, also those that its state lacks, of whatever split.
+
+    For `load_states`.
 
     Raises:
         CheckpointError: its header is damaged.
     """
-    placed = {key: one for key, one in state.tensors.items() if not key.startswith("small")}
-    return _shard_of(state, {key: torch.empty(one.shape, dtype=one.dtype) for key, one in placed.items()})
-
-
-def _shard_of(state: MemoryState, tensors: Mapping[str, torch.Tensor]) -> Shard:
-    """These tensors as what the state holds of each operator, and of the rest."""
-    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in state.operators}
+    tensors = {
+        one.name: torch.empty(one.shape, dtype=one.dtype) for one in state.placed if not one.name.startswith("small")
+    }
+    moments: dict[str, dict[str, torch.Tensor]] = {name: {} for name in (*state.operators, *state.lacking)}
     for key, values in tensors.items():
         if key.startswith("moment/"):
             _, moment, name = key.split("/", 2)
             moments[name][moment] = values
     operators = {}
-    for name, one in state.operators.items():
+    for name, one in {**state.operators, **state.lacking}.items():
         parameter = ParamSlice(tensors[f"param/{name}"], one.global_shape, one.offset, one.block)
         operators[name] = OperatorState(name, parameter, moments[name], one.iteration)
     prefix = "other/"
@@ -357,10 +489,6 @@ class OpenState:
         one = self.tensors[key]
         return self._bytes[one.first : one.end].view(one.dtype).view(one.shape)
 
-    def owned_word(self) -> str:
-        """See `owned_word`."""
-        return owned_word(_shard_of(self.state, {key: self.as_it_is(key) for key in self.tensors}))
-
     def holds_whole_operators(self) -> bool:
         """Whether it has all elements of each of its operators."""
         held = self.state.operators.items()
@@ -425,7 +553,7 @@ def _is_whole(state: MemoryState, content: memoryview) -> bool:
     if hash_of(state.header.content, content[state.size.bytes :]) != index.get("hash"):
         return False
     for (begin, after), digest in zip(json.loads(index["segments"]), json.loads(index["hashes"]), strict=True):
-        if begin != end or hash_pieces(buffer[begin:after]).hex() != digest:
+        if begin != end or (digest and hash_pieces(buffer[begin:after]).hex() != digest):
             return False
         end = after
     return end == len(buffer)

@@ -27,7 +27,7 @@ class _Buffer:
         sealed: iteration of its sealed state, or `NOTHING`.
         left: that state, if an earlier process has sealed it.
         branch: how often the life had gone back when this process has sealed it.
-        whole: whether this process has, and every part is of the iteration itself.
+        whole: whether this process has, and it holds every part, of the iteration itself.
         snapshot: that has it.
         seals: how many are under way that write or read it; their snapshots may be released meanwhile.
     """
@@ -225,7 +225,8 @@ class Occupancy:
             if sealed:
                 buffer = self._buffers[snapshot.place]
                 buffer.sealed, buffer.left, buffer.branch = snapshot.iteration, None, self._branch
-                buffer.whole |= all(at == snapshot.iteration for at in snapshot.taken_at.values())
+                of_now = all(at == snapshot.iteration for at in snapshot.taken_at.values())
+                buffer.whole |= of_now and not snapshot.lacking
                 self._came(snapshot, SEALED)
             else:
                 self._drop(snapshot)

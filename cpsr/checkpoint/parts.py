@@ -1,4 +1,4 @@
-"""Parts of a host buffer that are copied, hashed and sent one by one: each expert, and the rest of the state."""
+"""Parts of a host buffer that are copied, hashed and sent one by one: experts, what ranks share, and the rest."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from cpsr.state.shard import Shard
 
 __all__ = ["REST", "Held", "Parts", "Segment", "operator_of"]
 
-REST = ""  # everything that is of no expert
+REST = ""  # everything that has no part of its own
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,17 @@ class Parts:
     ) -> None:
         self._units = {} if units is None else dict(units)
         found: list[tuple[str, int]] = []
+        names = {REST}  # also of parts without bytes
         for key, offset, length in tensors:
             part = self.of(operator_of(key))
+            names.add(part)
             if length and (not found or found[-1][0] != part or offset in begins):
                 found.append((part, offset if found else 0))
         ends = [begin for _, begin in found[1:]] + [size]
         self.segments = tuple(
             Segment(part, begin, end) for (part, begin), end in zip(found, ends if found else [], strict=True)
         )
-        self.names = frozenset({REST, *(segment.part for segment in self.segments)})
+        self.names = frozenset(names)
 
     def of(self, operator: str) -> str:
         """The part of an operator."""
@@ -71,17 +73,17 @@ class Parts:
         """The segments that lie whole between these bytes."""
         return (segment for segment in self.segments if begin <= segment.begin and segment.end <= end)
 
-    def besides(self, operators: Collection[str]) -> frozenset[str]:
-        """All parts but those of these operators.
+    def of_all(self, operators: Collection[str]) -> frozenset[str]:
+        """The parts of these operators, which a snapshot may leave out.
 
         Raises:
             SaveError: an operator has no part of its own.
         """
-        left_out = {self.of(name) for name in operators}
-        if REST in left_out:
+        found = frozenset(map(self.of, operators))
+        if REST in found:
             name = min(name for name in operators if self.of(name) == REST)
-            raise SaveError(f"{name} belongs to no expert, and is in every snapshot")
-        return self.names - left_out
+            raise SaveError(f"{name} has no part of its own, and is in every snapshot")
+        return found
 
 
 class Held:
@@ -149,8 +151,9 @@ class Held:
         self.taken_at.update({part: taken_at[part] for part in missing})
 
     def hash_rest(self, segments: Iterable[Segment] | None = None) -> None:
-        """Hash those of these segments whose hash is not known; None: of all."""
-        for segment in self.parts.segments if segments is None else segments:
+        """Hash those of these segments whose hash is not known; None: of all that are complete."""
+        complete = (segment for segment in self.parts.segments if segment.part in self.taken_at)
+        for segment in complete if segments is None else segments:
             if segment not in self.digests:
                 self.digests[segment] = hash_pieces(self._bytes[segment.begin : segment.end].data)
 

@@ -146,7 +146,7 @@ class RankPartWriter:
         found: dict[str, OperatorRecord] = {}
         for name, writer in contents.writers.items():
             if name not in contents.carried:
-                xxh3_128 = state_hash(snapshot.shard.operators[name])
+                xxh3_128 = snapshot.left_hashes.get(name) or state_hash(snapshot.shard.operators[name])
                 taken: dict[str, Any] = {"iteration": snapshot.iteration, "saved_by": writer, "xxh3_128": xxh3_128}
                 taken["apart"] = name in contents.experts or None
                 found[name] = contents.replicated[name].model_copy(update=taken)

@@ -1,10 +1,11 @@
-"""Replicated operators: several ranks hold the same operator, and one of them writes it for all.
+"""Replicated operators: several ranks hold the same operator. One of each machine copies it, and one writes it for all.
 
 With ZeRO-0 and DDP all ranks of a data-parallel group hold the same weights and moments. One rank writes each
 operator. The other ranks' manifests describe it, too, and name that rank: a manifest lists all operators of its rank,
 and loading reads the files of several ranks.
 
 Every rank puts the hash of each replicated operator into its manifest. Rank 0 commits nothing if two hashes differ.
+Between checkpoints each rank hashes a few elements of each, by which a restart joins only what belongs together.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +13,15 @@ from collections.abc import Iterator, Mapping
 import torch
 import xxhash
 
+from cpsr.checkpoint.boundary import as_integers
 from cpsr.checkpoint.manifest import RankManifest, writer_of
+from cpsr.checkpoint.parts import REST, Parts
 from cpsr.errors import SaveError
-from cpsr.state.shard import OperatorState
+from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["DriftedError", "missing_among", "refuse_drifted", "state_hash"]
+__all__ = ["DriftedError", "missing_among", "refuse_drifted", "samples", "state_hash"]
+
+SAMPLED_ELEMENTS = 64  # of each tensor
 
 
 class DriftedError(SaveError):
@@ -29,6 +34,22 @@ def state_hash(operator: OperatorState) -> str:
     for values in (operator.parameter.values, *(operator.moments[key] for key in sorted(operator.moments))):
         state.update(values.detach().reshape(-1).view(torch.uint8).numpy().data)
     return str(state.hexdigest())
+
+
+def samples(shard: Shard, parts: Parts) -> dict[str, str]:
+    """xxh3-64 of evenly spread elements of each part's weights and moments, on the host, in hexadecimal.
+
+    Ranks that train apart differ in most elements; a single one that differs is found at the next checkpoint.
+    """
+    found: dict[str, xxhash.xxh3_64] = {}
+    for name, one in shard.operators.items():
+        if (part := parts.of(name)) != REST:
+            state = found.setdefault(part, xxhash.xxh3_64())
+            for values in (one.parameter.values, *(one.moments[key] for key in sorted(one.moments))):
+                integers = as_integers(values.detach().reshape(-1))
+                step = max(1, len(integers) // SAMPLED_ELEMENTS)
+                state.update(integers[::step].tobytes())
+    return {part: state.hexdigest() for part, state in found.items()}
 
 
 def missing_among(records: Mapping[int, RankManifest]) -> Iterator[tuple[int, str]]:

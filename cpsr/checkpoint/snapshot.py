@@ -18,6 +18,7 @@ from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
+from cpsr.checkpoint.replicated import samples, state_hash
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SCALARS, SmallState, encode
@@ -131,7 +132,9 @@ class SnapshotPool:
             raise SaveError(f"the snapshot of iteration {self._running[0].iteration} was not finished before the next")
         with self.steps.after_step():
             small = SmallState(scalars)
-            snapshot = self._take(iteration, () if disk else contents.carried, keep_newest=not disk, due=self.survives)
+            carried = () if disk else contents.carried
+            left = contents.left or ()
+            snapshot = self._take(iteration, carried, left=left, keep_newest=not disk, due=self.survives)
             if snapshot is None:
                 return None
             snapshot.contents, snapshot.disk = contents, disk
@@ -158,10 +161,20 @@ class SnapshotPool:
             snapshot.copied_parts,
             thorough=snapshot.disk,
             on_disturbed=partial(self._unseal, snapshot),
+            beside=partial(self._look_at_replicas, snapshot, shard),
         )
         self._running = snapshot, copy
         if self.engine.copies_in_order:
             self.seal(snapshot, copied=copy)
+
+    def _look_at_replicas(self, snapshot: Snapshot, shard: Shard) -> None:
+        """In the engine's thread, while the state is that of the snapshot."""
+        if snapshot.contents.left is None:
+            return
+        snapshot.samples = samples(shard, self._buffers[snapshot.place].held.parts)
+        if snapshot.disk and snapshot.lacking:
+            snapshot.left_hashes = {name: state_hash(shard.operators[name]) for name in snapshot.contents.left}
+            snapshot.mean_second_moment = snapshot.contents.without_experts(shard).mean_second_moment()
 
     def _plan(self, snapshot: Snapshot, shard: Shard) -> CopyPlan:
         """Where the copies are made."""
@@ -242,7 +255,7 @@ class SnapshotPool:
             if snapshot.source is not None:
                 held.carry(snapshot.taken_at, self._buffers[snapshot.source].held)
             encoded = encode(snapshot.scalars, prefix=SCALARS) if snapshot.encoded is None else snapshot.encoded
-            publish = file.prepare(kind, buffer.views, snapshot.iteration, encoded, held=held)
+            publish = file.prepare(kind, buffer.views, snapshot.iteration, encoded, held=held, samples=snapshot.samples)
             snapshot.hashed = held.by_address()
         except Exception as error:  # noqa: BLE001 - the snapshot itself is whole, and is written to the disk
             logger.warning("iteration %d is not held in shared memory: %s", snapshot.iteration, error)
@@ -346,8 +359,10 @@ class SnapshotPool:
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
         """Use the running snapshot, if it is this state: it has all scalars. Take back what the loop has disturbed."""
         running = self._running
-        if running is not None and (running[0].iteration != iteration or running[0].source is not None):
-            running = None
+        if running is not None:
+            found = running[0]
+            if found.iteration != iteration or found.source is not None or found.lacking:
+                running = None
         try:
             if running is not None:
                 running[1].result(deadline)
@@ -453,10 +468,13 @@ class SnapshotPool:
         left_out: Collection[str] = (),
         spare: Collection[str] = (),
         *,
+        left: Collection[str] = (),
         keep_newest: bool = False,
         due: bool = False,
     ) -> Snapshot | None:
         """An empty snapshot in a free buffer, of all but these operators, which it takes from the one before.
+
+        It lacks those that are left to other ranks.
 
         For the rest see `Occupancy.take`.
 
@@ -475,15 +493,18 @@ class SnapshotPool:
         if before is not None and before.place == snapshot.place:
             self._newest = before = None
         older: Mapping[str, int] = {}
-        if left_out and before is not None:
-            snapshot.source, older = before.place, before.taken_at
+        parts = buffer.held.parts
         try:
-            copied = buffer.held.parts.besides(left_out if older else ())
+            carried, snapshot.lacking = parts.of_all(left_out), parts.of_all(left)
         except SaveError:
             self.occupancy.release(snapshot)
             raise
+        if carried and before is not None:
+            older = {part: at for part, at in before.taken_at.items() if part in carried - snapshot.lacking}
+            snapshot.source = before.place
+        copied = parts.names - older.keys() - snapshot.lacking
         snapshot.taken_at = {**older, **dict.fromkeys(copied, iteration)}
-        buffer.held.overwrite(snapshot.copied_parts)
+        buffer.held.overwrite(copied | snapshot.lacking)
         return snapshot
 
     def _give_up(self, snapshot: Snapshot) -> None:

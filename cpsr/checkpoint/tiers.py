@@ -1,13 +1,15 @@
 """The recovery ladder: one rule chooses the source of each rank's state among those that all ranks can reach."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import cache
 from itertools import product
+from operator import attrgetter
 from typing import Literal
 
-from cpsr.checkpoint.memory_states import Kind
+from cpsr.checkpoint.memory_states import HeldPart, Kind, belong_together
 
-__all__ = ["Decision", "Entry", "Source", "decide"]
+__all__ = ["Decision", "Entry", "Source", "decide", "wholes"]
 
 Tier = Literal["disk", "memory", "departure", "predicted"]
 
@@ -23,8 +25,8 @@ class Entry:
             `window`, to be replayed from that iteration on.
         node: the machine whose memory holds it.
         name: of its file there.
-        owned: hash of the weights and moments that it holds (`snapshot`) or belongs to (`small`); empty where nobody
-            compares them.
+        parts: of weights and moments that it holds, lacks (`snapshot`) or belongs to (`small`); empty where it lacks
+            none, and nobody compares them.
         older: whether it holds experts of an earlier iteration.
         last: iteration of the newest part; of a window the one after which the state is whole.
     """
@@ -34,9 +36,17 @@ class Entry:
     kind: Kind
     node: str
     name: str
-    owned: str = ""
+    parts: tuple[HeldPart, ...] = ()
     older: bool = False
     last: int = -1
+
+    def __post_init__(self) -> None:  # from JSON
+        object.__setattr__(self, "parts", tuple(HeldPart(*part) for part in self.parts))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it lacks nothing of what it is."""
+        return all(part.word for part in self.parts)
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,7 @@ class Source:
         entry: the state to read, None from the disk and where it is predicted.
         small: the rank's own buffers and scalars, where `entry` is another rank's state. Of that only weights and
             moments are taken, which are equal bit for bit.
+        more: states of other ranks, with parts that `entry` lacks.
     """
 
     rank: int
@@ -58,11 +69,17 @@ class Source:
     iteration: int
     entry: Entry | None = None
     small: Entry | None = None
+    more: tuple[Entry, ...] = ()
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """All states to read."""
-        return tuple(entry for entry in (self.entry, self.small) if entry is not None)
+        """All states to read, in the order of `load_states`."""
+        return tuple(entry for entry in (self.entry, *self.more, self.small) if entry is not None)
+
+    @property
+    def own(self) -> Entry | None:
+        """The one with the small state."""
+        return self.small or self.entry
 
     @property
     def older(self) -> bool:
@@ -139,6 +156,18 @@ def decide(
     return Decision(exact, reach.departed(max(exact[0].iteration, published_iteration - 1)))
 
 
+def wholes(nodes: Sequence[str], entries: Sequence[Entry]) -> list[Source]:
+    """Each snapshot and each dump that is whole, by itself or with what others hold, as a source of its rank."""
+    reach = _Reach(nodes, entries, alike=range(len(nodes)))
+    whole = [(entry, reach.given(entry, entry.node)) for entry in entries if entry.kind in ("snapshot", "departure")]
+    return [
+        Source(entry.rank, "memory", entry.iteration, entry, more=more) for entry, more in whole if more is not None
+    ]
+
+
+_ORDER = attrgetter("rank", "iteration", "kind", "node", "name", "parts", "older", "last")
+
+
 class _Reach:
     """The states that ranks can read, as `decide` is given them."""
 
@@ -149,18 +178,24 @@ class _Reach:
         # The first of each kind and group, everywhere and near a rank: nobody looks through the states of all ranks for
         # each rank. Sorted, so that the order of the reports does not matter.
         self._first: dict[tuple[object, ...], Entry] = {}
-        for entry in sorted(entries, key=astuple):
+        self._own: dict[tuple[int, int], list[Entry]] = {}  # snapshots by rank and iteration
+        self._with_part: dict[tuple[int, str, str | None], list[tuple[Entry, HeldPart]]] = {}
+        for entry in sorted(entries, key=_ORDER):
             for group in self._groups(entry):
                 for near in product((entry.rank, None), (entry.node, None)):
                     self._first.setdefault((entry.iteration, entry.kind, group, *near), entry)
+            if entry.kind != "snapshot":
+                continue
+            self._own.setdefault((entry.rank, entry.iteration), []).append(entry)
+            for part in entry.parts:
+                for node in (entry.node, None) if part.word else ():
+                    self._with_part.setdefault((entry.iteration, part.name, node), []).append((entry, part))
 
     def _groups(self, entry: Entry) -> Iterator[tuple[str, int | str]]:
         """By what a state is looked for: whose it is, what it holds, and which ranks it can serve."""
-        if entry.kind != "small" or entry.owned:
+        if entry.kind != "small" or entry.parts:
             yield "of", entry.rank
-        if entry.kind == "snapshot" and entry.owned:
-            yield "owned", entry.owned
-        if not entry.older:
+        if not entry.older and entry.is_whole:
             yield "alike", self._alike[entry.rank]
 
     def everywhere(self, after: int) -> tuple[Source, ...]:
@@ -192,16 +227,33 @@ class _Reach:
         return sorted((iteration for iteration in self._states_at if iteration > after), reverse=True)
 
     def _whole(self, rank: int, iteration: int) -> Source | None:
-        """A rank's own snapshot; or its small state with the weights and moments of another rank's."""
+        """A rank's own snapshot, with what it lacks; or its small state with the weights and moments of other ranks."""
         # Scalars differ between ranks (data, random states): another rank's would give this rank the wrong data.
-        own = self._nearest(rank, iteration, "snapshot", ("of", rank))
-        if own is not None:
-            return Source(rank, "memory", iteration, own)
+        node = self._nodes[rank]
+        for own in sorted(self._own.get((rank, iteration), ()), key=lambda entry: entry.node != node):
+            if (more := self.given(own, node)) is not None:
+                return Source(rank, "memory", iteration, own, more=more)
         small = self._nearest(rank, iteration, "small", ("of", rank))
-        if small is None:
+        if small is None or not (tensors := self.given(small, node)):
             return None
-        tensors = self._nearest(rank, iteration, "snapshot", ("owned", small.owned))
-        return None if tensors is None else Source(rank, "memory", iteration, tensors, small)
+        return Source(rank, "memory", iteration, tensors[0], small, tensors[1:])
+
+    def given(self, own: Entry, node: str) -> tuple[Entry, ...] | None:
+        """Snapshots with all parts that a state lacks, as few and as near as may be; None where there are none."""
+        chosen: list[Entry] = []
+        belongs = cache(lambda entry: belong_together(own.parts, entry.parts))
+        for part in own.parts:
+            if part.word and own.kind != "small":
+                continue
+            for near in (node, None):
+                there = self._with_part.get((own.iteration, part.name, near), ())
+                found = [entry for entry, other in there if part.is_given_by(other) and belongs(entry)]
+                if found:
+                    chosen += [] if any(entry in chosen for entry in found) else found[:1]
+                    break
+            else:
+                return None
+        return tuple(chosen)
 
     def _window(self, rank: int, iteration: int) -> Source | None:
         """A rank's own window."""

@@ -1,7 +1,8 @@
-"""Which rank writes the operators that several ranks of a data-parallel group hold (ADPS)."""
+"""Which rank copies, and which writes, the operators that several ranks of a data-parallel group hold (ADPS)."""
 
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +14,10 @@ from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["WriteAssignment"]
+__all__ = ["Share", "WriteAssignment"]
+
+# What is no expert is assigned in runs of operators: so many to a rank, of which at most one is too many or too few.
+RUNS_PER_RANK, RUNS_MAX = 16, 1024
 
 # Assignments of one life: as many as there are ways in which the experts of a checkpoint lie on ranks, few where they
 # take turns; one takes 5 ms for 3000 operators.
@@ -31,6 +35,18 @@ class _Owner(NamedTuple):
     holders: int
 
 
+class Share(NamedTuple):
+    """What other ranks do for this one.
+
+    Attributes:
+        writers: operators of this rank that another one writes -> that rank.
+        left: of these, what other ranks of this machine copy; None: nothing is shared here.
+    """
+
+    writers: Mapping[str, int]
+    left: frozenset[str] | None
+
+
 class WriteAssignment:
     """Assigns each replicated operator to one of the ranks that hold it, for each checkpoint anew; a collective.
 
@@ -39,13 +55,18 @@ class WriteAssignment:
     commit checks that the replicas are equal (`cpsr.checkpoint.replicated`). An expert is always written by the same
     rank, which can so carry it. The rest is balanced by the bytes of experts that each rank has to write.
 
+    Each machine copies all that its ranks hold, each operator by one of them: the one that writes it, if that is there.
+    So what another machine has is never needed, and a rank copies what it writes.
+
     Args:
         shard: what this rank holds.
         units: operator -> its expert, by the same name on all ranks; of experts' parameters alone.
         data_parallel_ranks: this rank's group, itself included.
         group: all ranks.
+        shared: whether the ranks of a machine divide the copies.
 
     Attributes:
+        units: replicated operator -> its part of a host buffer.
         replicated: operators of this rank that others hold, too, described.
         share_bytes: what this rank writes of a checkpoint of everything, on average over such ranks.
         non_expert_share_bytes: of it, what is not of experts.
@@ -54,7 +75,13 @@ class WriteAssignment:
     """
 
     def __init__(
-        self, shard: Shard, units: Mapping[str, str], data_parallel_ranks: Sequence[int], group: Group
+        self,
+        shard: Shard,
+        units: Mapping[str, str],
+        data_parallel_ranks: Sequence[int],
+        group: Group,
+        *,
+        shared: bool = False,
     ) -> None:
         parameters: dict[str, list[OperatorState]] = {}
         for name, unit in units.items():
@@ -75,24 +102,28 @@ class WriteAssignment:
             name: _described(one) for name, one in shard.operators.items() if holders[name] > 1
         }
         self._expert_writers = {name: owner.rank for name, owner in mine.items() if owner.rank != group.rank}
-        self._written = {
-            rank: {unit: size for unit, (described, size) in held.items() if owners[unit, described].rank == rank}
-            for rank, held in experts.items()
-        }
+        self._written = _bytes_of_owners(experts, owners)
         sizes = {name: shard.operators[name].state_bytes for name in self.replicated if name not in units}
-        # In this order they are assigned without being sorted again.
-        self._sizes = dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
-        self._assigned: dict[tuple[int, ...], dict[str, int]] = {}  # bytes of experts of each rank -> assignment
+        self._runs = _runs(sizes, min(RUNS_PER_RANK * len(self._ranks), RUNS_MAX))
+        self._sizes = {run: sum(sizes[name] for name in names) for run, names in self._runs.items()}
+        in_runs = {name: run for run, names in self._runs.items() for name in names}
+        self.units = in_runs | {name: units[name] for name in self.replicated if name in units}
+        here = {rank: held for rank, held in experts.items() if group.nodes[rank] == group.nodes[group.rank]}
+        self._here = [rank for rank in self._ranks if rank in here] if shared and len(here) > 1 else []
+        copiers = _owners(here, owners)
+        self._experts_left = {name for name, unit in units.items() if copiers[unit, own[unit][0]].rank != group.rank}
+        self._copied = _bytes_of_owners(here, copiers)
+        self._assigned: dict[tuple[int, ...], Share] = {}  # bytes of experts of each rank -> assignment
         each = {name: one.state_bytes / holders[name] for name, one in shard.operators.items()}
         others = sum(values.nbytes for values in shard.others.values())
         self.non_expert_share_bytes = others + sum(size for name, size in each.items() if name not in units)
         self.share_bytes = others + sum(each.values())
 
-    def writers(self, chosen: Collection[str] | None) -> dict[str, int]:
-        """Operators of this rank that another one writes -> that rank; consistent on all ranks, without a collective.
+    def share(self, chosen: Collection[str] | None) -> Share:
+        """What others do for this rank; consistent on all ranks, without a collective.
 
         Args:
-            chosen: experts that it saves; None: all.
+            chosen: experts that are saved; None: all.
         """
         loads = tuple(
             sum(size for unit, size in self._written[rank].items() if chosen is None or unit in chosen)
@@ -101,13 +132,58 @@ class WriteAssignment:
         if loads not in self._assigned:
             if len(self._assigned) >= _REMEMBERED_ASSIGNMENTS:
                 self._assigned.clear()
-            shares = zip(self._ranks, adaptive_sharding(self._sizes, loads).parts, strict=True)
-            self._assigned[loads] = {name: rank for rank, part in shares if rank != self._rank for name in part}
-        return self._assigned[loads] | self._expert_writers
+            runs = _assigned(self._sizes, dict(zip(self._ranks, loads, strict=True)))
+            self._assigned[loads] = Share(self._others(runs) | self._expert_writers, self._left(runs))
+        return self._assigned[loads]
+
+    def _left(self, writers: Mapping[str, int]) -> frozenset[str] | None:
+        """What other ranks of this machine copy, if these write the runs; it copies all experts whatever is saved."""
+        if not self._here:
+            return None
+        copied = {rank: sum(self._copied[rank].values()) for rank in self._here}
+        here = {run: rank for run, rank in writers.items() if rank in copied}
+        for run, rank in here.items():
+            copied[rank] += self._sizes[run]
+        elsewhere = {run: size for run, size in self._sizes.items() if run not in here}
+        return frozenset(self._others(here | _assigned(elsewhere, copied)).keys() | self._experts_left)
+
+    def _others(self, runs: Mapping[str, int]) -> dict[str, int]:
+        """The operators of runs that are another rank's -> that rank."""
+        return {name: rank for run, rank in runs.items() if rank != self._rank for name in self._runs[run]}
 
 
-def _owners(experts: Mapping[int, _Experts]) -> dict[tuple[str, str], _Owner]:
-    """Expert and its description -> the rank that writes it: its holders in turn."""
+def _runs(sizes: Mapping[str, int], count: int) -> dict[str, list[str]]:
+    """Operators that follow each other, in runs of about equally many bytes: the run's name -> the operators'."""
+    least, found, filled = sum(sizes.values()) / max(1, count), dict[str, list[str]](), math.inf
+    for name, size in sizes.items():
+        if filled >= least:
+            filled = 0
+            run = found[f"run {len(found)}"] = []
+        run.append(name)
+        filled += size
+    return found
+
+
+def _assigned(sizes: Mapping[str, int], loads: Mapping[int, int]) -> dict[str, int]:
+    """Each of these -> the rank that takes it, of those that have so many bytes to do already."""
+    parts = adaptive_sharding(sizes, list(loads.values())).parts
+    return {name: rank for rank, part in zip(loads, parts, strict=True) for name in part}
+
+
+def _bytes_of_owners(
+    experts: Mapping[int, _Experts], owners: Mapping[tuple[str, str], _Owner]
+) -> dict[int, dict[str, int]]:
+    """By rank: the experts of which it is the owner, and their bytes."""
+    return {
+        rank: {unit: size for unit, (described, size) in held.items() if owners[unit, described].rank == rank}
+        for rank, held in experts.items()
+    }
+
+
+def _owners(
+    experts: Mapping[int, _Experts], known: Mapping[tuple[str, str], _Owner] | None = None
+) -> dict[tuple[str, str], _Owner]:
+    """Expert and its description -> its owner: as known, where that is one of these ranks; else its holders in turn."""
     holders: dict[tuple[str, str], list[int]] = {}
     for rank, held in experts.items():
         for unit, (described, _) in held.items():
@@ -115,6 +191,9 @@ def _owners(experts: Mapping[int, _Experts]) -> dict[tuple[str, str], _Owner]:
     turns: Counter[tuple[int, ...]] = Counter()
     found: dict[tuple[str, str], _Owner] = {}
     for expert, ranks in sorted(holders.items()):
+        if known is not None and known[expert].rank in experts:
+            found[expert] = known[expert]
+            continue
         found[expert] = _Owner(ranks[turns[tuple(ranks)] % len(ranks)], len(ranks))
         turns[tuple(ranks)] += 1
     return found
@@ -125,5 +204,5 @@ def _described(operator: OperatorState) -> OperatorRecord:
 
 
 def _hash(operators: Iterable[OperatorState]) -> str:
-    described = {one.name: _described(one).model_dump() for one in operators}
+    described = [(one.name, _described(one).model_dump()) for one in operators]
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

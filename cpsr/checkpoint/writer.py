@@ -172,7 +172,9 @@ class CheckpointWriter:
         written = self._store.write(snapshot)
         took = time.perf_counter() - started
         # Without experts, which a checkpoint may carry: so checkpoints are comparable.
-        moment = snapshot.contents.without_experts(snapshot.shard).mean_second_moment()
+        moment = snapshot.mean_second_moment
+        if not snapshot.lacking:
+            moment = snapshot.contents.without_experts(snapshot.shard).mean_second_moment()
         outcome = SaveOutcome(
             snapshot.iteration, "written", "", written, took, 0.0, snapshot.stall_seconds, moment, written
         )

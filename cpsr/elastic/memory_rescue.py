@@ -8,6 +8,7 @@ Emergency dumps count, too: the rest of their small state comes from the checkpo
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,8 +23,8 @@ from cpsr.checkpoint.progress import read_progress
 from cpsr.checkpoint.ranges import lacking_among
 from cpsr.checkpoint.saved import SavedCheckpoint
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.checkpoint.store import CheckpointStore
-from cpsr.checkpoint.tiers import Entry, Source, decide
+from cpsr.checkpoint.store import DIFFERING, CheckpointStore
+from cpsr.checkpoint.tiers import Entry, Source, decide, wholes
 from cpsr.elastic.resharded_load import small_state_at_dump
 from cpsr.errors import CheckpointError, RecoveryError
 from cpsr.job import Job
@@ -126,20 +127,20 @@ class Rescue:
         reported = group.gather([vars(entry) for entry in here])
         entries = [Entry(**entry) for part in reported for entry in part]
         usable = [entry for entry in entries if based or entry.kind != "departure"]
+        there = {entry.rank: entry.node for entry in usable}
+        nodes = [there.get(rank, "") for rank in range(ranks)]
         # Ranks may have shared experts; and those before may have held parts where these hold all.
         if group.all(whole) and self._job.run.replicated and self._job.adapter.mixture is None:
             order = sorted(
-                (entry for entry in usable if entry.kind != "small"),
-                key=lambda entry: (-entry.iteration, entry.kind != "snapshot", entry.rank, entry.node),
+                (one for one in wholes(nodes, usable) if _on_one_machine(one)),
+                key=lambda one: (-one.iteration, one.entries[0].kind != "snapshot", one.rank, one.entries[0].node),
             )
-            return [(Source(0, "memory", entry.iteration, entry),) for entry in order[:ATTEMPTS]]
-        there = {entry.rank: entry.node for entry in usable}
-        nodes = [there.get(rank, "") for rank in range(ranks)]
+            return [(replace(one, rank=0),) for one in order[:ATTEMPTS]]
         published = group.broadcast(self._published() if group.rank == 0 else None)
         decision = decide(nodes, usable, None if newest < 0 else newest, published, alike=range(ranks))
         exact = decision.exact if decision.exact and decision.exact[0].tier == "memory" else ()
         found = [decision.departed if decision.complete else (), exact]
-        return [one for one in found if one and all(len({e.node for e in part.entries}) == 1 for part in one)]
+        return [one for one in found if one and all(map(_on_one_machine, one))]
 
     def _published(self) -> int | None:
         """The newest step that the ranks before had all published; None where that cannot be read."""
@@ -154,16 +155,17 @@ class Rescue:
         """This rank's share of the states in its machine's memory, verified; whether these have whole operators."""
         local = [rank for rank, node in enumerate(self._nodes) if node == self._node]
         found, whole = list[Entry](), True
+        apart = (self._job.run.path / DIFFERING).exists()
         for state in self._arena.list():
             mine = local[state.rank % len(local)] == self._job.group.rank
             old = (state.life, state.branch) < self._first or state.oldest_iteration < state.iteration
-            if not mine or old or state.iteration <= newest or state.kind == "window":
+            if not mine or old or state.iteration <= newest or state.kind == "window" or (apart and state.lacking):
                 continue
             try:
                 with OpenState(state) as slab:
                     whole &= slab.holds_whole_operators()
-                    owned = state.owned if state.kind == "small" else slab.owned_word()
-                found.append(Entry(state.rank, state.iteration, state.kind, self._node, state.name, owned))
+                parts = () if state.kind == "departure" else state.parts
+                found.append(Entry(state.rank, state.iteration, state.kind, self._node, state.name, parts))
             except CheckpointError as error:
                 logger.warning("a state in shared memory is not used: %s", error)
         return found, whole
@@ -199,8 +201,9 @@ class Rescue:
         store, snapshot, outside = self._store(source.rank, parts), self._read(source, checkpoint), None
         if (mine := self._frozen) is not None:
             store.frozen = FrozenFiles(mine.weights, source.rank, store.directory, places=mine.places)
-            rank, ranks = source.entries[-1].rank, self._job.run.previous_ranks
-            outside = store.frozen.rescued(snapshot.scalars, rank, ranks, self._checked)
+            assert source.own is not None
+            ranks = self._job.run.previous_ranks
+            outside = store.frozen.rescued(snapshot.scalars, source.own.rank, ranks, self._checked)
         store.write(snapshot, outside)
 
     def _read(self, source: Source, checkpoint: int) -> Snapshot:
@@ -217,6 +220,10 @@ class Rescue:
             batches = {} if progress is None else progress.ranks.get(rank, {})
             scalars = small_state_at_dump(saved, scalars, source.iteration, batches)
         return Snapshot(source.iteration, room, scalars)
+
+
+def _on_one_machine(source: Source) -> bool:
+    return len({entry.node for entry in source.entries}) == 1
 
 
 def _require_finite(state: MemoryState, room: Shard) -> None:

@@ -116,11 +116,12 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     if run.resized:  # before this life's own buffers take the place of what they have left
         Rescue(job, (number, branch), store.frozen).save()
         number, branch, held = journal.life, 0, False
-    _open_memory(life, job, store, opened)
+    _open_memory(life, job, store, writes, opened)
     _open_watches(life, opened)
 
     # The state: chosen by all ranks together, and put into the engine.
-    left = MemorySources(run.run_id, group, shard, (number, branch), held, life.memory.windows is not None)
+    known = (number, branch), held, life.memory.windows is not None
+    left = MemorySources(run.run_id, group, shard, *known, shared=writes is not None)
     prediction = StatePrediction(life.job, store, loop.learning.predictor, loop.probes)
     life.restorer = Restorer(life.job, store, target, life.memory.pool, left, prediction, inexact=not exact)
     _restore(life, store)
@@ -238,7 +239,9 @@ def _last_life(run: RunDirectory, group: Group) -> tuple[int, int, bool, int]:
     return number, branch, held, claimed
 
 
-def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitStack) -> None:
+def _open_memory(
+    life: "Life", job: Job, store: CheckpointStore, writes: WriteAssignment | None, opened: ExitStack
+) -> None:
     """Adjust the configuration to what this life can follow, the only place that does, and open its host memory.
 
     Each adjustment is reported once: predicting that the optimizers rule out here, predicting that lacks memory by the
@@ -265,7 +268,8 @@ def _open_memory(life: "Life", job: Job, store: CheckpointStore, opened: ExitSta
             "stays as it is. Set learning.budget_fraction above 0 if it is 0, or planner.policy to cpsr"
         )
         job.journal.event("theorem1 holds", message, level=logging.WARNING)
-    units = None if life.experts is None else life.experts.units
+    units = {} if life.experts is None else dict(life.experts.units)
+    units |= {} if writes is None else writes.units
     memory = life.memory = HostMemory(replace(job, config=config), units)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
@@ -388,7 +392,7 @@ def _start_beside(job: Job, opened: ExitStack) -> None:
 def _write_assignment(
     adapter: EngineAdapter, config: CPSRConfig, group: Group, experts: "ExpertSaving | None", shard: Shard
 ) -> WriteAssignment | None:
-    """Which rank writes which replicated state; None: each its own. A collective."""
+    """Which rank copies and writes which replicated state; None: each its own. A collective."""
     marker = config.run_dir / DIFFERING
     if not group.all(not marker.exists()):
         if group.rank == 0:
@@ -399,7 +403,8 @@ def _write_assignment(
             )
         return None
     units = experts_of(adapter.mixture, shard.operators) if experts is None else experts.units
-    writes = WriteAssignment(shard, units, adapter.data_parallel_ranks, group)
+    on_host = group.all(not any(tensor.is_cuda for _, tensor in shard.tensors()))
+    writes = WriteAssignment(shard, units, adapter.data_parallel_ranks, group, shared=on_host)
     if group.all(not writes.replicated):
         return None
     if experts is not None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
+from cpsr.checkpoint.host_snapshot import Contents, Snapshot
 from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.journal import Beginning
@@ -30,6 +30,7 @@ class Whole:
 
     def __init__(self, writes: WriteAssignment | None, tokens: "RoutedTokens | None" = None) -> None:
         self.writes, self._tokens = writes, tokens
+        self._shared: Contents | None = None  # of each snapshot for host memory alone
 
     @property
     def popularity(self) -> Mapping[str, float]:
@@ -42,8 +43,8 @@ class Whole:
             self._tokens.take()
 
     def write_own(self) -> None:
-        """From now on each rank writes all of its own state."""
-        self.writes = None
+        """From now on each rank copies and writes all of its own state."""
+        self.writes = self._shared = None
 
     def due(self, iteration: int, *, whole: bool) -> Contents:
         """What this rank's part of the checkpoint of this iteration holds, and who writes it; a collective.
@@ -58,11 +59,14 @@ class Whole:
     def _written(self, contents: Contents, chosen: frozenset[str] | None) -> Contents:
         if self.writes is None:
             return contents
-        return replace(contents, writers=self.writes.writers(chosen), replicated=self.writes.replicated)
+        writers, left = self.writes.share(chosen)
+        return replace(contents, writers=writers, replicated=self.writes.replicated, left=left)
 
     def due_in_memory(self, iteration: int) -> Contents:
         """What the snapshot of this iteration for host memory alone holds; all ranks ask for the same ones."""
-        return WHOLE
+        if self._shared is None:
+            self._shared = self._written(Contents(), None)
+        return self._shared
 
     def agree_in_memory(self) -> None:
         """Let these snapshots follow what was measured up to now; a collective."""
@@ -125,7 +129,8 @@ class SomeExperts(Whole):
 
     def due_in_memory(self, iteration: int) -> Contents:
         """The experts with the most to lose, as many as an iteration hides."""
-        return Contents(frozenset(self._experts.units), self._experts.in_memory.left_out(iteration))
+        left_out = self._experts.in_memory.left_out(iteration)
+        return self._written(Contents(frozenset(self._experts.units), left_out), None)
 
     def agree_in_memory(self) -> None:
         """See `Whole.agree_in_memory`."""

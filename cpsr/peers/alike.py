@@ -1,7 +1,9 @@
 """Ranks that own the same weights and moments: whether they do, and what each has beside them, buffers and scalars."""
 
 import hashlib
+import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from cpsr.checkpoint.arena import Sealed
@@ -34,13 +36,15 @@ class SmallStates:
 
     def __init__(self, memory: SharedMemory, template: Shard) -> None:
         others = Shard({}, template.others)
-        files = memory.files([f"small-{number}" for number in range(FILES)], slab_size(others))
+        whole, buffer = slab_size(template), slab_size(others)
+        size = replace(buffer, header_bytes=whole.header_bytes)  # it names the parts of the whole
+        files = memory.files([f"small-{number}" for number in range(FILES)], size)
         self._files = [(file, HostBuffer(others, pinned=False, memory=file)) for file in files]
 
     def seal(self, whole: Sealed) -> Sealed:
-        """Copy a snapshot's buffers and scalars into a file, with a hash of the weights and moments that go with them.
+        """Copy a snapshot's buffers and scalars into a file, with hashes of the weights and moments that go with them.
 
-        By the hash a restart verifies that another rank's weights and moments are the same.
+        By the hashes a restart verifies that other ranks' weights and moments are the same.
 
         Raises:
             CheckpointError: the snapshot is not there any more, or damaged.
@@ -51,10 +55,10 @@ class SmallStates:
         file.unseal()
         small = buffer.shard_at(iteration)
         with OpenState(_described(whole)) as slab:
-            fill([slab], wanted_of(small))
-            scalars, word = slab.scalars(), slab.owned_word()
+            fill([slab], wanted_of(small), whole.path)
+            scalars, parts = slab.scalars(), slab.state.parts
         _described(whole)  # after all was read
-        file.seal("small", small, iteration, scalars, owned=word)
+        file.seal("small", small, iteration, scalars, owned=json.dumps(parts))
         return Sealed.at(file.path, iteration)
 
     def close(self, *, remove: bool) -> None:

@@ -89,7 +89,7 @@ def answer(channel: Channel, arena: Arena, asked: Message) -> None:
             reply = Message(Kind.DONE, image.size)
         elif asked.kind is Kind.LIST:
             listed = arena.list(int(asked.text) if asked.data else None)
-            found = [(one.name, one.rank, one.iteration, one.life, one.kind, one.owned, one.branch) for one in listed]
+            found = [(one.name, one.rank, one.iteration, one.life, one.kind, "", one.branch) for one in listed]
             reply = Message(Kind.DONE, data=json.dumps(found).encode())
         elif asked.kind is Kind.DROP:
             arena.drop(asked.text)

@@ -47,7 +47,7 @@ def load_window(state: MemoryState, into: Shard) -> Any:
         CheckpointError: the window is no longer whole, or of another model or split; `into` holds anything.
     """
     with OpenState(state) as window, torch.no_grad():
-        fill([window], wanted_of(Shard({}, into.others)))
+        fill([window], wanted_of(Shard({}, into.others)), state.path)
         for name, anchor in window.taken_at(into).items():
             if anchor < state.iteration:
                 raise CheckpointError(f"the window holds {name} of iteration {anchor}, before its first")
@@ -255,11 +255,11 @@ def _fill(window: OpenState, anchor: int, first: int, iteration: int, operator: 
             del wanted[key]
             if bool(window.as_it_is(key).any()):
                 raise CheckpointError(f"the optimizer has no {key} yet, and had it the first time")
-        fill([window], wanted)
+        fill([window], wanted, window.state.path)
         return
     values, key = operator.parameter.values, f"other/{compute_key(iteration - first, operator.name)}"
     dtype = window.as_it_is(key).dtype
     weights = values if dtype == values.dtype else torch.empty(values.shape, dtype=dtype, device="cpu")
-    fill([window], {key: Wanted(Piece(tuple(values.shape), dtype, 0, values.numel()), weights)})
+    fill([window], {key: Wanted(Piece(tuple(values.shape), dtype, 0, values.numel()), weights)}, window.state.path)
     if weights is not values:
         values.copy_(weights)

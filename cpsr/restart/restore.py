@@ -233,7 +233,8 @@ class Restorer:
 
     def _loaded_from_memory(self, candidate: Candidate, checkpoint: Snapshot | None) -> Snapshot:
         own = candidate.parts[self._job.group.rank]
-        snapshot = self._pool.acquire(own.iteration, {entry.name for entry in own.entries})
+        needed = {entry.name for part in candidate.parts for entry in part.entries}  # other ranks read them, too
+        snapshot = self._pool.acquire(own.iteration, needed)
         if snapshot is None:
             raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
         try:

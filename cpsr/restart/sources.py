@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.memory_states import MemoryState, OpenState, load_states, owned_word, verify_memory_state
+from cpsr.checkpoint.memory_states import MemoryState, load_states, owned_word, verify_memory_state
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -194,6 +194,7 @@ class MemorySources:
         first: oldest life and branch whose states are valid; the run has abandoned earlier ones.
         held: whether every rank had a state of that life in memory.
         windows: whether windows are looked at.
+        shared: whether states are joined of what several ranks hold; not where these are known to differ.
 
     Attributes:
         left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not; None
@@ -211,8 +212,9 @@ class MemorySources:
         first: tuple[int, int],
         held: bool = False,
         windows: bool = False,
+        shared: bool = True,
     ) -> None:
-        self._windows = windows
+        self._windows, self._shared = windows, shared
         self._arena = Arena(run_id)
         self._group = group
         self._first, self._all_held = first, held
@@ -225,7 +227,7 @@ class MemorySources:
         self._fetched: dict[Entry, MemoryState] = {}
         self.own: list[MemoryState] = []
         # A start looks before and after it has loaded its checkpoint, and reads each state once.
-        self._is_whole, self._owned = cache(_is_whole), cache(_owned)
+        self._is_whole = cache(_is_whole)
 
     def needed(self, checkpoint_iteration: int, published_iteration: int | None, *, inexact: bool) -> set[str]:
         """Files of the states that the ranks may go on from, before they know what a checkpoint holds; a collective.
@@ -382,17 +384,14 @@ class MemorySources:
         return whole
 
     def _entry(self, state: MemoryState, small: Container[int]) -> Entry | None:
-        """The report on a state; weights and moments are hashed only where one of `small` may need them."""
-        try:
-            owned = state.owned
-            if state.kind == "snapshot" and state.iteration in small:
-                owned = self._owned(state)
-        except CheckpointError as error:
-            logger.warning("a state in shared memory is not used: %s", error)
+        """The report on a state; with its parts only where it lacks some, or one of `small` may need them."""
+        if state.lacking and not self._shared:
             return None
+        joined = state.kind == "small" or (state.kind == "snapshot" and (state.iteration in small or state.is_shared))
         older = state.oldest_iteration < state.iteration
         place = self._node, state.name
-        return Entry(state.rank, state.iteration, state.kind, *place, owned, older, state.newest_iteration)
+        parts = state.parts if joined else ()
+        return Entry(state.rank, state.iteration, state.kind, *place, parts, older, state.newest_iteration)
 
 
 def _is_whole(state: MemoryState) -> bool:
@@ -400,11 +399,6 @@ def _is_whole(state: MemoryState) -> bool:
     if problem is not None:
         logger.warning("a state in shared memory is not used: %s", problem)
     return problem is None
-
-
-def _owned(state: MemoryState) -> str:
-    with OpenState(state) as slab:
-        return slab.owned_word()
 
 
 def _small_iterations(states: Sequence[MemoryState]) -> list[int]:

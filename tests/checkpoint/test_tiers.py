@@ -1,20 +1,29 @@
 """The one rule by which all ranks choose where their state comes from."""
 
 import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cpsr.checkpoint.memory_states import Kind
-from cpsr.checkpoint.tiers import Entry, Source, decide
+from cpsr.checkpoint.memory_states import HeldPart, Kind
+from cpsr.checkpoint.tiers import Entry, Source, decide, wholes
 
 NODES = ("one", "two", "three")
 
 
-def entry(
-    rank: int, iteration: int, kind: Kind = "snapshot", node: str = "one", name: str = "0", owned: str = ""
-) -> Entry:
-    return Entry(rank, iteration, kind, node, name, owned)
+def entry(rank: int, iteration: int, kind: Kind = "snapshot", node: str = "one", name: str = "0") -> Entry:
+    return Entry(rank, iteration, kind, node, name)
+
+
+def parts() -> st.SearchStrategy[tuple[HeldPart, ...]]:
+    """Of some states two parts that are compared; a state may lack any of them."""
+    part = [
+        st.builds(HeldPart, st.just(name), st.sampled_from(["", "x", "y"]), st.sampled_from(["", "these", "those"]))
+        for name in "ab"
+    ]
+    return st.just(()) | st.tuples(*part)
 
 
 @st.composite
@@ -30,7 +39,7 @@ def catalogues(draw: st.DrawFn) -> dict[str, object]:
                 kind=st.sampled_from(["snapshot", "departure", "small"]),
                 node=st.sampled_from(NODES),
                 name=st.sampled_from(["0", "1", "2"]),
-                owned=st.sampled_from(["", "these", "those"]),
+                parts=parts(),
             ),
             max_size=25,
         )
@@ -77,13 +86,11 @@ def test_a_decision_is_of_one_iteration_and_of_states_that_are_there(catalogue: 
         own = source.small or source.entry
         assert own is None or own.rank == source.rank
         assert source.entry is None or source.entry.kind == "snapshot"
-        if source.small is not None:
-            assert source.entry is not None
-            assert source.small.kind == "small"
-            assert source.small.owned == source.entry.owned != ""
+        assert own is None or all(map(held_by(source), own.parts))
     for source in decision.departed:
         assert source.small is None
-        assert source.entry is None or source.entry.kind != "small"
+        assert not source.more
+        assert source.entry is None or (source.entry.kind != "small" and source.entry.is_whole)
         assert source.entry is None or alike[source.entry.rank] == alike[source.rank]
     if isinstance(c, int):
         assert decision.exact_iteration is not None
@@ -106,15 +113,62 @@ def test_no_newer_whole_state_is_passed_over(catalogue: dict[str, object]) -> No
         assert not all(whole_there(entries, rank, iteration) for rank in range(len(nodes)))
 
 
+def held_by(source: Source) -> Callable[[HeldPart], bool]:
+    """Whether a source has a part: its own state, or another rank's snapshot."""
+    others = [one for one in source.entries if one is not source.own]
+    alone = source.small is None and all(one.kind == "snapshot" for one in others)
+    return lambda part: (alone and part.word != "") or given_by(part, others)
+
+
+def given_by(part: HeldPart, others: Sequence[Entry]) -> bool:
+    """Whether one of these holds a part as it is wanted, of the same life, and alike."""
+    there = [one for other in others for one in other.parts if one.name == part.name and one.word]
+    return any(
+        one.sample == part.sample and (one.word == part.word or (not part.word and part.sample != "")) for one in there
+    )
+
+
 def whole_there(entries: list[Entry], rank: int, iteration: int) -> bool:
-    """Whether a rank has its snapshot; or its small state, and a snapshot with its weights and moments."""
+    """Whether a rank has its snapshot, with what it lacks; or its small state, with all weights and moments."""
     snapshots = [one for one in entries if one.iteration == iteration and one.kind == "snapshot"]
     # Of two that say different things of one iteration, which cannot be, it may take either.
-    small = [one.owned for one in entries if (one.rank, one.iteration, one.kind) == (rank, iteration, "small")]
-    wanted = {word for word in small if word}
-    return any(one.rank == rank for one in snapshots) or (
-        len(wanted) == 1 and bool(wanted & {one.owned for one in snapshots})
+    small = {one.parts for one in entries if (one.rank, one.iteration, one.kind) == (rank, iteration, "small")} - {()}
+    own = [[part for part in one.parts if not part.word] for one in snapshots if one.rank == rank]
+    return any(all(given_by(part, snapshots) for part in lacking) for lacking in own) or (
+        len(small) == 1 and all(given_by(part, snapshots) for part in small.pop())
     )
+
+
+def part(name: str, word: str, sample: str = "1.0.x") -> HeldPart:
+    return HeldPart(name, sample, word)
+
+
+def test_ranks_of_a_machine_take_from_each_other_what_each_has_copied() -> None:
+    ab = [(part("a", "1"), part("b", "")), (part("a", ""), part("b", "2"))]
+    states = [
+        replace(entry(rank, 14, node=node), parts=ab[rank % 2]) for rank, node in enumerate(["one"] * 2 + ["two"] * 2)
+    ]
+    nodes = [one.node for one in states]
+    found = decide(nodes, states, 12, None, alike=range(4)).exact
+    assert [(one.entry, one.more) for one in found] == [(states[at], (states[at ^ 1],)) for at in range(4)]
+    # The second machine is lost: its ranks have their own small states alone, of a replica each.
+    small = [replace(one, kind="small", node="one") for one in states[2:]]
+    found = decide([*nodes[:2], "new", "new"], states[:2] + small, 12, None, alike=range(4)).exact
+    assert [(one.entry, one.small, one.more) for one in found[2:]] == [(states[0], one, (states[1],)) for one in small]
+
+
+def test_what_belongs_to_no_common_state_is_never_joined() -> None:
+    mine = replace(entry(0, 14), parts=(part("a", "1"), part("b", "")))
+    yours = replace(entry(1, 14), parts=(part("a", ""), part("b", "2")))
+    apart = [
+        replace(yours, parts=(part("a", ""), part("b", "2", "1.0.y"))),  # other elements
+        replace(yours, parts=(part("a", ""), part("b", "2", "2.0.x"))),  # of another life
+        replace(yours, iteration=15),
+    ]
+    for other in apart:
+        assert {one.tier for one in decide(["one"] * 2, [mine, other], 12, None, alike=range(2)).exact} == {"disk"}
+        assert wholes(["one"] * 2, [mine, other]) == []
+    assert len(wholes(["one"] * 2, [mine, yours])) == 2
 
 
 def test_a_state_that_one_rank_left_a_step_later_than_the_others_does_not_count_against_theirs() -> None:

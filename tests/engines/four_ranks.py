@@ -70,7 +70,7 @@ def find() -> dict[str, Any]:
     writes = WriteAssignment(hsdp.shard(), {}, hsdp.data_parallel_ranks, group)
     assert writes.replicated
     assert not WriteAssignment(both.shard(), {}, both.data_parallel_ranks, group).replicated
-    others = writes.writers(None)
+    others = writes.share(None).writers
     found = {
         "parts": parts,
         "fsdp-tp ranks": both.data_parallel_ranks,

@@ -10,6 +10,7 @@ from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.memory import MemoryFile, SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, load_states
 from cpsr.checkpoint.snapshot import Snapshot
+from cpsr.state.codec import SCALARS, encode
 from cpsr.state.shard import OperatorState, ParamSlice, Shard
 
 RUN_ID = "0123abcd"
@@ -65,7 +66,9 @@ class States:
         for (_, target), (_, source) in zip(target_shard.tensors(), source_shard.tensors(), strict=True):
             target.copy_(source)
         scalars = {"of": [self._rank, iteration]}
-        file.seal("snapshot", target_shard, iteration, scalars)
+        buffer.held.overwrite(buffer.held.parts.names)
+        buffer.held.fill(buffer.held.parts.names, iteration)
+        file.prepare("snapshot", target_shard, iteration, encode(scalars, prefix=SCALARS), held=buffer.held)()
         return file.path, Snapshot(iteration, target_shard, scalars)
 
 

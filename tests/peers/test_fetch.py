@@ -72,12 +72,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 RESTART = """
 nodes = group.gather(this_node())
-def word(state):
-    with OpenState(state) as slab:
-        return slab.owned_word()
 entries = [
-    vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name, s.owned or word(s)))
-    for s in Arena(RUN_ID, memory).list()
+    vars(Entry(s.rank, s.iteration, s.kind, this_node(), s.path.name, s.parts)) for s in Arena(RUN_ID, memory).list()
 ]
 entries = [Entry(**one) for part in group.gather(entries) for one in part]
 sources = decide(nodes, entries, None, None, alike=range(group.size)).exact

@@ -77,23 +77,27 @@ def test_a_snapshot_that_was_not_committed_yet_is_restored_exactly(job: Job, uni
 
 
 @pytest.mark.parametrize(
-    ("mode", "interval_iterations", "fault"),
+    ("mode", "interval_iterations", "fault", "zero"),
     [
-        ("exact", 1, "step:all:27"),
-        ("auto", 3, "snapshot:1:26"),  # the other rank has sealed it, and dumps its state
+        ("exact", 1, "step:all:27", 1),
+        ("auto", 3, "snapshot:1:26", 1),  # the other rank has sealed it, and dumps its state
+        ("exact", 3, "snapshot:1:26", 0),  # of what both hold, each has copied its share
+        ("auto", 1, "step:all:27", 0),
     ],
 )
 def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
-    job: Job, uninterrupted: Uninterrupted, mode: str, interval_iterations: int, fault: str
+    job: Job, uninterrupted: Uninterrupted, mode: str, interval_iterations: int, fault: str, zero: int
 ) -> None:
     settings = {
         "checkpoint": {"shared_memory": True, "interval_iterations": 20},
         "memory": {"interval_iterations": interval_iterations},
     }
-    killed = job.launch(mode, fault=fault, committed=20, settings=settings)
+    killed = job.launch(mode, fault=fault, committed=20, settings=settings, zero=zero)
     assert killed.statuses[1] == KILLED
     assert (killed.statuses[0] == KILLED) == (":all:" in fault)
-    back = job.launch(mode, settings=settings)
+    snapshots = [state for state in Arena(run_id(job)).list() if state.kind == "snapshot"]
+    assert {bool(state.lacking) for state in snapshots} == {zero == 0}
+    back = job.launch(mode, settings=settings, zero=zero)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     found = sources(job)
     assert {tier for tier, _ in found} == {"memory"}
@@ -102,7 +106,7 @@ def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
         failure = reader.recoveries()[-1].failure_iteration
     assert failure is not None
     assert failure - at <= interval_iterations
-    back.require_rest_of(uninterrupted(), at)
+    back.require_rest_of(uninterrupted(zero=zero), at)
 
 
 def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: Uninterrupted) -> None:

@@ -88,6 +88,18 @@ def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, e
     assert f"iteration {last}" in message
 
 
+def test_ranks_that_have_drifted_apart_in_memory_alone_are_not_joined(job: Job) -> None:
+    """Half of one and half of the other would be equal on both, and no checkpoint would find the difference."""
+    settings = {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}
+    options: dict[str, Any] = {"zero": 0, "iterations": 12, "settings": settings}
+    killed = job.launch(fault="step:all:7", committed=4, apart=5, **options)
+    assert killed.statuses == [SIGKILLED] * RANKS, killed.output[0][-3000:]
+    back = job.launch(**options)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    begun = [back.result(rank)["started"]["iteration"] for rank in range(RANKS)]
+    assert begun[0] == begun[1] <= 5, "both were alike up to there"
+
+
 LEARNING: dict[str, Any] = {"predictor": {"direction": "vitp"}, "learning": {"budget_fraction": 1.0}}
 LEARNED: dict[str, Any] = {
     "zero": 0,

@@ -1,0 +1,202 @@
+"""Ranks of a machine that hold the same copy a share of it each: what each holds, and what a restart reads."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.host_snapshot import Contents, Snapshot
+from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.memory_states import MemoryState, load_states, room_for_memory_state, verify_memory_state
+from cpsr.checkpoint.replicated import state_hash
+from cpsr.checkpoint.saved import operator_record
+from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.errors import CheckpointError
+from cpsr.state.shard import Shard
+from tests.checkpoint.conftest import assert_same_bits, make_shard
+
+NAMES = tuple(make_shard(0, SIZES := (700, 30, 0, 5_000, 40_000, 9)).operators)
+EXPERT = NAMES[3]
+UNITS = {name: f"run {index // 2}" for index, name in enumerate(NAMES)} | {EXPERT: "expert"}
+RANKS = 2
+
+
+class Machine:
+    """Two ranks that train alike, with a running statistic of their own; rank 0 copies the runs 0 and 2."""
+
+    def __init__(self, run_id: str, life: int = 1) -> None:
+        self.run_id = run_id
+        self.live = [make_shard(0, SIZES) for _ in range(RANKS)]
+        self.pools = [
+            SnapshotPool(self.live[rank], 3, SharedMemory(run_id, rank, life), UNITS) for rank in range(RANKS)
+        ]
+
+    def contents(self, rank: int, carried: Collection[str] = ()) -> Contents:
+        alike = {name: operator_record(one).described for name, one in make_shard(0, SIZES).operators.items()}
+        others = {name: 1 - rank for name, unit in UNITS.items() if (unit in ("run 0", "run 2")) != (rank == 0)}
+        experts = frozenset({EXPERT})
+        return Contents(experts, frozenset(carried), writers=others, replicated=alike, left=frozenset(others))
+
+    def train(self, iteration: int) -> None:
+        for rank, live in enumerate(self.live):
+            for (_, values), (_, wanted) in zip(live.tensors(), self.at(rank, iteration).tensors(), strict=True):
+                values.copy_(wanted)
+
+    def at(self, rank: int, iteration: int) -> Shard:
+        found = make_shard(iteration, SIZES, iteration)
+        found.others["norm.count"] += 1000 * rank
+        return found
+
+    def snapshot(self, rank: int, iteration: int, carried: Collection[str] = (), *, disk: bool = False) -> Snapshot:
+        pool = self.pools[rank]
+        begun = pool.begin(self.live[rank], iteration, {"of": rank}, self.contents(rank, carried), disk=disk)
+        assert begun is not None
+        assert pool.finish() is begun
+        pool.settle()
+        pool.release(begun)
+        return begun
+
+    def states(self, iteration: int) -> list[MemoryState]:
+        """By rank."""
+        found = [state for state in Arena(self.run_id).list() if state.iteration == iteration]
+        assert [state.rank for state in found] == list(range(RANKS))
+        return found
+
+    def loaded(self, rank: int, iteration: int) -> Shard:
+        states, found = self.states(iteration), make_shard(99, SIZES)
+        assert load_states([states[rank], states[1 - rank]], found) == {"of": rank}
+        return found
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+
+@pytest.fixture
+def machine(run_id: str) -> Machine:
+    return Machine(run_id)
+
+
+def test_both_come_back_whole_from_what_each_has_copied(machine: Machine) -> None:
+    for iteration in range(1, 6):  # into buffers that held others
+        machine.train(iteration)
+        taken = [machine.snapshot(rank, iteration) for rank in range(RANKS)]
+        assert sum(one.copied_bytes for one in taken) < 1.1 * machine.at(0, 0).state_bytes
+        for rank, state in enumerate(machine.states(iteration)):
+            assert verify_memory_state(state) is None
+            assert state.lacking.keys() == set(machine.contents(rank).left or ())
+            assert state.operators.keys().isdisjoint(state.lacking)
+            with safe_open(state.path, framework="pt") as file:
+                names = {name for name in file.keys() if name.startswith("param/")}  # noqa: SIM118
+            assert names == {f"param/{name}" for name in state.operators}
+            assert_same_bits(machine.loaded(rank, iteration), machine.at(rank, iteration))
+            room = room_for_memory_state(state)  # as for another number of ranks
+            load_states([state, machine.states(iteration)[1 - rank]], room)
+            assert_same_bits(room, machine.at(rank, iteration))
+    machine.close()
+
+
+def test_an_expert_that_is_not_due_is_carried_by_the_rank_that_copies_it(machine: Machine) -> None:
+    for iteration in (1, 2, 3):
+        machine.train(iteration)
+        for rank in range(RANKS):
+            machine.snapshot(rank, iteration, [EXPERT] if iteration > 1 else [])
+    for rank in range(RANKS):
+        found = machine.loaded(rank, 3)
+        assert {name: one.iteration for name, one in found.operators.items()} == dict.fromkeys(NAMES, 3) | {EXPERT: 1}
+        assert torch.equal(
+            found.operators[EXPERT].parameter.values, machine.at(0, 1).operators[EXPERT].parameter.values
+        )
+    machine.close()
+
+
+def test_no_state_is_whole_by_itself_or_with_what_belongs_to_another(machine: Machine, run_id: str) -> None:
+    machine.train(4)
+    for rank in range(RANKS):
+        machine.snapshot(rank, 4)
+    mine, yours = machine.states(4)
+    with pytest.raises(CheckpointError, match="or lacks it"):
+        load_states([mine], make_shard(99, SIZES))
+    machine.train(5)
+    machine.live[1].operators[NAMES[0]].parameter.values.add_(1.0)  # rank 0 alone holds it in memory
+    for rank in range(RANKS):
+        machine.snapshot(rank, 5)
+    for wrong in ([mine, machine.states(5)[1]], machine.states(5), [yours, machine.states(5)[0]]):
+        into = make_shard(99, SIZES)
+        with pytest.raises(CheckpointError, match="do not belong together"):
+            load_states(wrong, into)
+        assert_same_bits(into, make_shard(99, SIZES))
+    machine.close()
+
+
+def test_states_of_two_lives_are_not_joined(run_id: str) -> None:
+    first, second = Machine(f"{run_id}a", 1), Machine(f"{run_id}b", 2)
+    for machine in (first, second):
+        machine.train(4)
+        for rank in range(RANKS):
+            machine.snapshot(rank, 4)
+    with pytest.raises(CheckpointError, match="do not belong together"):
+        load_states([first.states(4)[0], second.states(4)[1]], make_shard(99, SIZES))
+    first.close()
+    second.close()
+
+
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[4]])
+def test_a_flipped_bit_in_what_another_rank_holds_is_found(machine: Machine, name: str) -> None:
+    machine.train(4)
+    for rank in range(RANKS):
+        machine.snapshot(rank, 4)
+    states = machine.states(4)
+    (giver,) = [state for state in states if name in state.operators]
+    place = giver.tensors[f"param/{name}"].first
+    content = bytearray(giver.path.read_bytes())
+    content[place] ^= 1
+    with giver.path.open("r+b") as file:
+        file.write(content)
+    for rank in range(RANKS):
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_states([states[rank], states[1 - rank]], make_shard(99, SIZES))
+    machine.close()
+
+
+def test_a_checkpoint_hashes_what_others_copy_from_the_live_tensors(machine: Machine, tmp_path: Path) -> None:
+    machine.train(4)
+    for rank in range(RANKS):
+        snapshot = machine.snapshot(rank, 4, disk=True)
+        operators = machine.at(rank, 4).operators
+        assert snapshot.left_hashes == {name: state_hash(operators[name]) for name in machine.contents(rank).left or ()}
+        rest = machine.contents(rank).without_experts(machine.at(rank, 4))
+        assert snapshot.mean_second_moment == rest.mean_second_moment()
+        assert snapshot.shard.operators.keys() == operators.keys() - snapshot.left_hashes.keys()
+    machine.close()
+
+
+def test_a_dump_is_whole_also_where_a_shared_snapshot_of_its_iteration_is_there(machine: Machine) -> None:
+    """The other rank may be dead."""
+    pool, live = machine.pools[0], machine.live[0]
+    for iteration in (4, 5):
+        machine.train(iteration)
+        pool.mark_boundary()
+        begun = pool.begin(live, iteration, {"of": 0}, machine.contents(0), disk=False)
+        if iteration == 4:
+            pool.finish()
+            pool.settle()
+        assert pool.dump(lambda: live, iteration, lambda: {"of": 0}) == iteration
+        states = [one for one in Arena(machine.run_id).list() if one.iteration == iteration]
+        (dump,) = [one for one in states if one.kind == "departure"]
+        load_states([dump], found := make_shard(99, SIZES))
+        assert_same_bits(found, machine.at(0, iteration))
+        pool.finish()
+        assert begun is not None
+        pool.release(begun)
+    machine.close()
+
+
+def test_a_rank_copies_what_it_writes(machine: Machine) -> None:
+    contents = machine.contents(0)
+    with pytest.raises(ValueError, match="copies what it writes"):
+        replace(contents, writers={})
