@@ -65,10 +65,9 @@ class FailureRate:
         """Mean time between failures at that rate."""
         return 1 / (self.mean_per_second * SECONDS_PER_HOUR)
 
-    def interval_per_second(self, confidence: float = 0.95) -> tuple[float, float]:
-        """Central credible interval of lambda; `confidence` lies between 0 and 1."""
-        ends = (1 - confidence) / 2, (1 + confidence) / 2
-        low, high = scipy.special.gammaincinv(self.shape, ends) / self.seconds
+    def interval_per_second(self) -> tuple[float, float]:
+        """Central interval of lambda that has it with a probability of 95%."""
+        low, high = scipy.special.gammaincinv(self.shape, (0.025, 0.975)) / self.seconds
         return float(low), float(high)
 
     def to_dict(self) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class PhaseDetector:
         """Mean second moment at its beginning, which stands for the whole phase (the paper's Eq. 7)."""
         return None if self._begun is None else self._begun[1]
 
-    def observe(self, iteration: int, mean_exp_avg_sq: float, updates: int | None = None) -> Phase | None:
+    def observe(self, iteration: int, mean_exp_avg_sq: float) -> Phase | None:
         """Take in the mean of `exp_avg_sq` over all elements; the phase that it ends, if any.
 
         What is not finite or negative is skipped. An iteration before the newest is a roll-back: what was
@@ -100,20 +100,16 @@ class PhaseDetector:
         began later, phases begin anew.
 
         Args:
-            iteration: completed iterations.
+            iteration: completed iterations, as many as updates of the moments.
             mean_exp_avg_sq: as the optimizer has it, biased towards zero.
-            updates: that the moments have taken since they were zeros; by default as many as iterations.
 
         Raises:
-            ValueError: the iteration is negative, or the moments have taken no update and have no mean.
+            ValueError: the iteration is 0 or less.
         """
-        updates = iteration if updates is None else updates
-        if iteration < 0 or updates < 1:
-            raise ValueError(
-                f"iteration {iteration} with {updates} updates: second moments begin with the first update"
-            )
-        # 1 - beta2^updates, exact also where beta2 is close to 1.
-        unbiased = -math.expm1(updates * math.log(self.beta2)) if self.beta2 else 1.0
+        if iteration < 1:
+            raise ValueError(f"iteration {iteration}: second moments begin with the first update")
+        # 1 - beta2^iteration, exact also where beta2 is close to 1.
+        unbiased = -math.expm1(iteration * math.log(self.beta2)) if self.beta2 else 1.0
         xi = mean_exp_avg_sq / unbiased
         if not 0 <= xi < math.inf:
             return None

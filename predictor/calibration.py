@@ -1,7 +1,7 @@
 """Expected end cost of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
 
-The cost is the end cost (`cpsr.fitter.end_cost`): the gap in the final loss, in iterations of equal worth. Errors per
-element, curvature and the loss at injection do not find the setting of the lowest cost. So the cost itself is modelled,
+The cost is the end cost (`benchmarks/recovery/end_cost.py`): the gap in the final loss, in iterations of equal worth.
+Errors per element, curvature and the loss at injection do not find the setting of the lowest cost. So it is modelled,
 
     cost = features(context, setting) . coefficients + noise        (all in iterations),
 

@@ -36,8 +36,6 @@ class WatchDecision:
         loss: that loss, in nats.
         level: median of the newest losses.
         baseline: median of the losses before the failure.
-        excess_nats: level minus baseline.
-        allowed_nats: largest excess allowed at this iteration.
         reason: one sentence for the user.
     """
 
@@ -46,8 +44,6 @@ class WatchDecision:
     loss: float
     level: float
     baseline: float
-    excess_nats: float
-    allowed_nats: float
     reason: str
 
 
@@ -113,7 +109,7 @@ class Watch:
         allowed = self._allowed(elapsed)
         if not math.isfinite(loss):
             reason = f"diverged: the training loss is {loss} at iteration {iteration}"
-            return WatchDecision("diverged", iteration, loss, loss, self._baseline, loss, allowed, reason)
+            return WatchDecision("diverged", iteration, loss, loss, self._baseline, reason)
         level = statistics.median(self._recent)
         excess = level - self._baseline
         compared = (
@@ -126,7 +122,7 @@ class Watch:
             status = "diverged"
         elif over:
             status = "passed"
-        return WatchDecision(status, iteration, loss, level, self._baseline, excess, allowed, f"{status}: {compared}")
+        return WatchDecision(status, iteration, loss, level, self._baseline, f"{status}: {compared}")
 
     def _allowed(self, elapsed: int) -> float:
         remaining = max(0.0, 1.0 - elapsed / self._iterations)

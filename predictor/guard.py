@@ -164,30 +164,26 @@ class Guard:
 
     Args:
         loss_tolerance_nats: a predicted state whose loss exceeds the checkpoint's by more is vetoed.
-        displacement_limit: largest step of an operator, in multiples of the path that its history took.
 
     Raises:
-        ValueError: a limit that is not a positive, finite number.
+        ValueError: the tolerance is not a positive, finite number.
     """
 
-    def __init__(self, loss_tolerance_nats: float = 0.3, displacement_limit: float = 1.0) -> None:
-        for name, value in (("loss_tolerance_nats", loss_tolerance_nats), ("displacement_limit", displacement_limit)):
-            if not 0 < value < math.inf:
-                raise ValueError(f"{name} = {value}: expected a positive, finite number")
+    def __init__(self, loss_tolerance_nats: float = 0.3) -> None:
+        if not 0 < loss_tolerance_nats < math.inf:
+            raise ValueError(f"loss_tolerance_nats = {loss_tolerance_nats}: expected a positive, finite number")
         self._loss_tolerance_nats = loss_tolerance_nats
-        self._displacement_limit = displacement_limit
 
     def limit(self, displacements: Displacements) -> torch.Tensor:
         """Scale in (0, 1] per operator that keeps its step within the limit; `(n,)` float64.
 
-        The allowed norm is `displacement_limit` times the path: the summed norms between consecutive snapshots that
+        The allowed norm is the path of its history: the summed norms between consecutive snapshots that
         the prediction rests on. How far a line is well followed depends on its window and hardly on the horizon, so
         the horizon is no measure here. 1 where an operator's predicted step is zero or not finite (the finite check
         speaks there); the smallest positive scale where its history never moved and the prediction does.
         """
-        path = displacements.history_squared.sqrt().sum(dim=1)
+        allowed = displacements.history_squared.sqrt().sum(dim=1)
         tiny = torch.finfo(torch.float64).tiny
-        allowed = self._displacement_limit * path
         predicted = displacements.predicted_squared.sqrt()
         scale = (allowed / predicted.clamp(min=tiny)).clamp(min=tiny, max=1.0)
         judged = (predicted > 0) & torch.isfinite(predicted)
@@ -203,20 +199,14 @@ class Guard:
         reason = f"{numbers['not_finite']} predicted values are NaN or infinite, first in '{names[0]}'"
         return GuardDecision("finite", False, reason, numbers)
 
-    def veto(
-        self,
-        loss_checkpoint: float,
-        loss_predicted: float,
-        tolerance_nats: float | None = None,
-        what: str = "predicted state",
-    ) -> GuardDecision:
+    def veto(self, loss_checkpoint: float, loss_predicted: float, what: str = "predicted state") -> GuardDecision:
         """Compare losses on the same few batches at the checkpoint and at the predicted state.
 
-        A predicted loss within `tolerance_nats` (None: the guard's own) above the checkpoint's is accepted; good
-        predictions are 0.05 to 0.1 nats up. A loss that is NaN or infinite, on either side, is a veto: there is
+        A predicted loss within the guard's tolerance above the checkpoint's is accepted; good predictions are 0.05 to
+        0.1 nats up. A loss that is NaN or infinite, on either side, is a veto: there is
         nothing to compare with.
         """
-        tolerance = self._loss_tolerance_nats if tolerance_nats is None else tolerance_nats
+        tolerance = self._loss_tolerance_nats
         excess = loss_predicted - loss_checkpoint
         numbers = {
             "loss_checkpoint": loss_checkpoint,

@@ -10,11 +10,11 @@ import torch
 
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.processes import Workers
+from cpsr.benchmarks.recovery.end_cost import Ending, IterationWorth, WorthUnknownError, iteration_worth
 from cpsr.benchmarks.recovery.trainer import Trainer
 from cpsr.benchmarks.recovery.trajectory import Run
 from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.errors import CPSRError
-from cpsr.fitter.end_cost import Ending, IterationWorth, WorthUnknownError, iteration_worth
 
 __all__ = ["final_loss", "worths"]
 

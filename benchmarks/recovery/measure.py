@@ -7,11 +7,11 @@ from typing import Any
 import numpy
 
 from cpsr.benchmarks.harness.files import read_json, write_json
+from cpsr.benchmarks.recovery.end_cost import IterationWorth, end_cost_iterations
 from cpsr.benchmarks.recovery.grid import Cell, Point
 from cpsr.benchmarks.recovery.methods import MOVED, ORACLE, RECOMPUTE, Failure, form, predictors_digest
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import CPSRError
-from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
 
 __all__ = ["Outcome", "outcomes_at"]
 

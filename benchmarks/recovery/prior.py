@@ -15,6 +15,7 @@ import torch
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.measurement import Measurement, measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
+from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.lost import LostPart, PartName, lost_part
 from cpsr.benchmarks.recovery.methods import target_of
 from cpsr.benchmarks.recovery.prior_fit import (
@@ -36,7 +37,6 @@ from cpsr.benchmarks.recovery.workload import (
     Workload,
     trained_with,
 )
-from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.calibration import FEATURES, Table
 from cpsr.predictor.checkpoint_series import path_positions, reach_factor, straightness, window_start
 from cpsr.predictor.line import CHUNK_ELEMENTS, line_coefficients

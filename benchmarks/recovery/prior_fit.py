@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from scipy import stats
 
-from cpsr.fitter.end_cost import IterationWorth, end_cost_iterations
+from cpsr.benchmarks.recovery.end_cost import IterationWorth, end_cost_iterations
 from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features
 from cpsr.predictor.checkpoint_series import path_places, straightness
 from cpsr.predictor.protocol import HistoryEntry

@@ -7,13 +7,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from cpsr.benchmarks.harness.measurement import Measurement, verdict
+from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.grid import FRACTIONS, INTERVALS
 from cpsr.benchmarks.recovery.lost import PartName
 from cpsr.benchmarks.recovery.measure import Outcome
 from cpsr.benchmarks.recovery.methods import LINE, MOVED, PREDICTORS
 from cpsr.benchmarks.recovery.result import MIN_SEEDS, Group, GroupMean, Mean, differences, mean_of
 from cpsr.benchmarks.recovery.selection import Selection
-from cpsr.fitter.end_cost import IterationWorth
 
 __all__ = ["draw", "show", "to_json"]
 

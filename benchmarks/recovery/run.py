@@ -7,6 +7,7 @@ from rich.progress import Progress
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
+from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.ending import worths
 from cpsr.benchmarks.recovery.grid import Point, points
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
@@ -15,7 +16,6 @@ from cpsr.benchmarks.recovery.result import summarise
 from cpsr.benchmarks.recovery.selection import Selection
 from cpsr.benchmarks.recovery.trajectory import Run
 from cpsr.benchmarks.recovery.workload import WORKLOADS
-from cpsr.fitter.end_cost import IterationWorth
 
 __all__ = ["main", "train"]
 

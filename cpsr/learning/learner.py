@@ -145,20 +145,16 @@ class Learner:
             self._wake.set()
 
     @contextmanager
-    def locked(self, *, other_checkpoints: bool = True) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep the thread from changing the predictor inside the block.
 
         The thread drops its work under way: the block may change the predictor or the checkpoints.
-
-        Args:
-            other_checkpoints: the same iterations may be saved anew after the block.
         """
         with self._lock:
             self._generation += 1
             self._wanted = None
             self._wake.clear()
-            if other_checkpoints:
-                self._known = {}
+            self._known = {}
             yield
 
     def state_dict(self) -> dict[str, Any]:

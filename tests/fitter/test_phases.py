@@ -80,9 +80,9 @@ def test_noise_that_comes_and_goes_ends_no_phase_however_often_it_is_seen() -> N
 
 
 def test_a_steep_beginning_makes_phases_of_the_shortest_length() -> None:
-    phases = detector()
-    ends = [iteration for iteration in range(0, 1001, 5) if phases.observe(iteration, 0.98**iteration, 1)]
-    assert ends == list(range(50, 1001, 50))
+    phases = PhaseDetector(beta2=0.0, min_iterations=50)
+    ends = [iteration for iteration in range(5, 1001, 5) if phases.observe(iteration, 0.98**iteration)]
+    assert ends == list(range(55, 1001, 50))
 
 
 def test_the_moments_of_a_real_optimizer_are_freed_of_their_bias() -> None:

@@ -13,6 +13,7 @@ from scipy import stats
 
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import measure, tune
+from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.ending import final_loss, worths
 from cpsr.benchmarks.recovery.grid import Cell, Point
 from cpsr.benchmarks.recovery.lost import lost_part
@@ -27,7 +28,6 @@ from cpsr.benchmarks.recovery.workload import OPTIMIZERS, TASKS, WORKLOADS, GPTT
 from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTask, measured, one_thread
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
-from cpsr.fitter.end_cost import IterationWorth
 
 HORIZON = 40
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)

@@ -9,11 +9,11 @@ from safetensors.numpy import load_file
 
 from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import network, prior
+from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.prior import RUNS, PriorRun, collect
 from cpsr.benchmarks.recovery.prior_fit import Recoveries, fit, leave_one_group_out, recoveries_of
 from cpsr.benchmarks.recovery.workload import WORKLOADS
 from cpsr.benchmarks.tests.recovery.tiny import TINY, one_thread
-from cpsr.fitter.end_cost import IterationWorth
 from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features, table
 from cpsr.predictor.network import PARAMETERS
 

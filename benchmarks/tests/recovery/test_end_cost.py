@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.fitter.end_cost import Ending, WorthUnknownError, end_cost_iterations, iteration_worth
+from cpsr.benchmarks.recovery.end_cost import Ending, WorthUnknownError, end_cost_iterations, iteration_worth
 
 ITERATIONS = 1200
 LENGTHS = (960, 1080, 1200, 1320, 1440)
