@@ -1,7 +1,12 @@
 """Which experts a snapshot in host memory copies anew: those with the most to lose there, as many as a step hides."""
 
-from collections.abc import Sequence
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy
 from numpy.typing import NDArray
@@ -13,6 +18,9 @@ from cpsr.experts.policies import Budget, Load, Policy
 from cpsr.experts.routed import RoutedTokens, unit_name
 
 __all__ = ["Agreed", "InMemory"]
+
+MEASURED_SNAPSHOTS = 8  # the time between two is the median of this many
+KEPT_SNAPSHOTS = 64  # of which it is known what their experts have learned from: some may still be sent
 
 
 @dataclass(frozen=True)
@@ -74,13 +82,23 @@ class InMemory:
         self.copies = CopyBudget()
         self._agreed: Agreed | None = None
         self._step = 0
+        self._total = numpy.zeros(len(self._experts))  # tokens so far, as this rank reckons with them
+        self._held: dict[int, NDArray[numpy.float64]] = {}
+        self._begun: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self.restart(tokens.iteration)
 
+    @property
+    def units(self) -> Mapping[str, str]:
+        """Operator -> its expert, of this rank."""
+        return self._tokens.units
+
     def restart(self, iteration: int) -> None:
-        """The next snapshot leaves out nothing that a checkpoint of this iteration has not."""
+        """The state of this iteration, which a checkpoint copies or the run goes back to, holds all experts."""
         self._iteration = iteration
         self._unsaved, self._ages = numpy.zeros((2, len(self._experts)))
-        self._seen = self._tokens.local()
+        before, self._seen = self._total, self._tokens.local().astype(numpy.float64)
+        self._total = before if self._owners is None else self._owners * self._seen
+        self._note(iteration)
 
     def wanted_bytes(self) -> float | None:
         """Of experts, that an iteration of this rank hides; None until one was measured."""
@@ -95,9 +113,10 @@ class InMemory:
         """Operators of this rank that the snapshot of this iteration does not copy; all ranks ask for the same ones."""
         agreed = self._agreed
         if agreed is None or agreed.expert_bytes is None or not self._tokens.units:
+            self.restart(iteration)
             return frozenset()
         routed = self._routed_since(iteration, agreed)
-        self._unsaved = self._unsaved + routed
+        self._unsaved, self._total = self._unsaved + routed, self._total + routed
         load = Load(
             self._of_layers(self._unsaved),
             self._of_layers(self._ages),
@@ -107,25 +126,95 @@ class InMemory:
         )
         chosen = self._policy.select(self._step, load, self._budget(agreed.expert_bytes))
         self._step += 1
-        copied = numpy.zeros(len(self._experts), dtype=bool)
-        copied[[self._place[unit_name(expert)] for expert in chosen]] = True
+        copied = self._mask([unit_name(expert) for expert in chosen])
         self._unsaved[copied] = 0.0
         self._ages = numpy.where(copied, 0.0, self._ages + 1)
+        self._note(iteration)
         return frozenset(name for name, unit in self._tokens.units.items() if not copied[self._place[unit]])
+
+    def _note(self, iteration: int) -> None:
+        """Keep what the experts in the snapshot of this iteration have learned from, while it may be sent."""
+        self._begun.append(time.perf_counter())
+        kept = {at: tokens for at, tokens in self._held.items() if at < iteration}
+        newest = sorted(kept)[-KEPT_SNAPSHOTS:]
+        self._held = {at: kept[at] for at in newest} | {iteration: self._total - self._unsaved}
+
+    # What goes to other machines, in threads of their own
+
+    @property
+    def period_seconds(self) -> float:
+        """Between two snapshots."""
+        begun = list(self._begun)
+        return statistics.median(later - earlier for earlier, later in pairwise(begun)) if len(begun) > 1 else math.inf
+
+    def held_tokens(self, iteration: int) -> NDArray[numpy.float64] | None:
+        """Tokens that each expert in a snapshot has learned from; None if experts are shared, and none is left out."""
+        return None if self._owners is None else self._held.get(iteration)
+
+    def for_peers(
+        self,
+        step: int,
+        unsent: NDArray[numpy.float64],
+        ages: NDArray[numpy.float64],
+        link_bytes: float,
+        changed: Collection[str],
+    ) -> frozenset[str]:
+        """Of the experts that have changed, those that a holder is sent; at least one.
+
+        Args:
+            step: number of the snapshot in this place of the holder.
+            unsent: tokens of each expert since what the holder has.
+            ages: snapshots since each expert was sent.
+            link_bytes: of experts, that the link takes until the next snapshot.
+            changed: experts of this rank.
+        """
+        agreed = self._agreed
+        if not changed or agreed is None:
+            return frozenset(changed)
+        is_changed = self._mask(changed)
+        at_risk = self._of_layers(numpy.where(is_changed, numpy.maximum(unsent, 0.0), 0.0))
+        waited = self._of_layers(numpy.where(is_changed, ages, 0.0))
+        load = Load(at_risk, waited, 0.0, agreed.run_tokens, agreed.lost_tokens)
+        chosen = {unit_name(one) for one in self._policy.select(step, load, self._budget(link_bytes))} & {*changed}
+        return frozenset(chosen or {max(changed, key=lambda unit: (unsent[self._place[unit]], unit))})
+
+    def kept(
+        self,
+        sent: Collection[str],
+        tokens: tuple[NDArray[numpy.float64], NDArray[numpy.float64]],
+        ages: NDArray[numpy.float64],
+        changed: Collection[str],
+    ) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """Tokens and ages of the experts that a holder has then.
+
+        Args:
+            sent: experts.
+            tokens: of the snapshot, and those that the holder had.
+            ages: that they had.
+            changed: experts that differed.
+        """
+        left = self._mask(set(changed) - set(sent))
+        return numpy.where(left, tokens[1], tokens[0]), numpy.where(left, ages + 1, 0.0)
+
+    def _mask(self, units: Collection[str]) -> NDArray[numpy.bool_]:
+        found = numpy.zeros(len(self._experts), dtype=bool)
+        found[[self._place[unit] for unit in units]] = True
+        return found
 
     def _routed_since(self, iteration: int, agreed: Agreed) -> NDArray[numpy.float64]:
         """Tokens of each expert since the snapshot before."""
         passed, self._iteration = iteration - self._iteration, iteration
         if self._owners is None:
             return agreed.rates * passed
-        before, self._seen = self._seen, self._tokens.local()
-        return self._owners * (self._seen - before).astype(numpy.float64)
+        before, self._seen = self._seen, self._tokens.local().astype(numpy.float64)
+        return self._owners * (self._seen - before)
 
     def _budget(self, expert_bytes: float) -> Budget:
         if self._by_bytes:
             return Budget(snapshot_bytes=max(1.0, expert_bytes))
         one_of_each = sum(layer.expert_bytes for layer in self._layers) / self._layers[0].expert_parallel.size
-        return Budget(experts_per_layer=max(1, int(expert_bytes / one_of_each)))
+        most = max(layer.experts for layer in self._layers)
+        return Budget(experts_per_layer=max(1, int(min(expert_bytes / one_of_each, most))))
 
     def _of_layers(self, values: NDArray[numpy.float64]) -> PerExpert:
         return tuple(numpy.split(values, self._ends))

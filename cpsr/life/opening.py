@@ -268,9 +268,10 @@ def _open_memory(
             "stays as it is. Set learning.budget_fraction above 0 if it is 0, or planner.policy to cpsr"
         )
         job.journal.event("theorem1 holds", message, level=logging.WARNING)
-    units = {} if life.experts is None else dict(life.experts.units)
+    experts = None if life.experts is None else life.experts.in_memory
+    units = {} if experts is None else dict(experts.units)
     units |= {} if writes is None else writes.units
-    memory = life.memory = HostMemory(replace(job, config=config), units)
+    memory = life.memory = HostMemory(replace(job, config=config), units, experts)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
         checkpoint = config.checkpoint.model_copy(update={"shared_memory": False})

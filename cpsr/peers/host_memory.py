@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
@@ -20,6 +21,9 @@ from cpsr.peers.peer import fetched_path
 from cpsr.peers.replicator import Outgoing, Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.in_memory import InMemory
 
 __all__ = ["HostMemory", "claim_memory"]
 
@@ -67,7 +71,8 @@ class HostMemory:
 
     Args:
         job: this rank's; its shard is the template of the buffers.
-        units: operator -> the expert that it is of; see `SnapshotPool`.
+        units: operator -> its part of a buffer; see `SnapshotPool`.
+        experts: select those that replicas hold; None: all.
 
     Attributes:
         pool: the buffers.
@@ -76,7 +81,7 @@ class HostMemory:
         replicates: whether replicas are sent and held; alike on all ranks. There are none on a single machine.
     """
 
-    def __init__(self, job: Job, units: Mapping[str, str] | None = None) -> None:
+    def __init__(self, job: Job, units: Mapping[str, str] | None = None, experts: "InMemory | None" = None) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
         self._group, self._rank = group, group.rank
@@ -121,6 +126,7 @@ class HostMemory:
                 checkpoints=run.path / "checkpoints",
                 window_bytes=0 if self.windows is None else self.windows.file_bytes,
                 bytes_to_come=0 if self.windows is None else self.windows.bytes_to_come,
+                experts=experts,
             )
             if self.windows is None:
                 self.pool.on_sealed = self._note_sealed

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
@@ -15,11 +16,15 @@ from cpsr.checkpoint.memory_states import REPLICAS
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
 from cpsr.peers.alike import SmallStates, committed_words, fingerprint
+from cpsr.peers.partial import Sending
 from cpsr.peers.peer import Peer, answer
 from cpsr.peers.placement import Member, place_within
 from cpsr.peers.transport import PEER_SECONDS, Channel, Kind, Message
 from cpsr.ranks.group import Group, pair_groups
 from cpsr.state.shard import Shard
+
+if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
+    from cpsr.experts.in_memory import InMemory
 
 __all__ = ["Outgoing", "Replicator"]
 
@@ -39,6 +44,7 @@ class Outgoing:
         rank: this one.
         report: records an event.
         form: what the holder gets of a state.
+        experts: select among those of a snapshot that its link does not take whole; None: all are sent.
 
     Attributes:
         kept: iteration of the state that the holder keeps until another one is complete on all machines.
@@ -52,6 +58,7 @@ class Outgoing:
         rank: int,
         report: Report,
         form: Callable[[Sealed], Sealed],
+        experts: "InMemory | None" = None,
     ) -> None:
         self._channel, self._rank = channel, rank
         self._report, self._form = report, form
@@ -65,7 +72,7 @@ class Outgoing:
         self._newest: Sealed | None = None  # of all that were offered since the run last went back
         self._arrived: Sealed | None = None
         self._changed, self._stop = threading.Condition(), threading.Event()
-        self._place = Peer(channel, arena, rank, self._stop)
+        self._place, self._sending_of = Peer(channel, arena, rank, self._stop), Sending(experts)
         self._announced = self._sending = False
         self._reported: set[str] = set()
         self._thread = threading.Thread(target=self._run, name=f"cpsr-replica-to-{self.peer}", daemon=True)
@@ -142,7 +149,10 @@ class Outgoing:
         name = next(name for name in self._names if self.kept is None or self._holds.get(name) != self.kept)
         self._holds.pop(name, None)
         try:
-            self._place.put(name, self._form(state))
+            image = self._sending_of.image(name, self._form(state))
+            started = time.monotonic()
+            self._place.put(name, image)
+            self._sending_of.arrived(name, time.monotonic() - started)
         except (CheckpointError, SaveError, OSError) as error:
             why = re.sub(r"\d+", "", str(error))
             if not self._stop.is_set() and why not in self._reported:
@@ -233,6 +243,7 @@ class Replicator:
         window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
         bytes_to_come: shared memory that this rank will take for itself beside its buffers.
         timeout_seconds: after which a peer that sends or takes nothing is given up.
+        experts: see `Outgoing`.
 
     Attributes:
         placement: who holds what.
@@ -252,6 +263,7 @@ class Replicator:
         window_bytes: int = 0,
         bytes_to_come: int = 0,
         timeout_seconds: float = PEER_SECONDS,
+        experts: "InMemory | None" = None,
     ) -> None:
         self._arena, self._rank, self._report = memory.arena, group.rank, report
         self._checkpoints = checkpoints
@@ -279,7 +291,8 @@ class Replicator:
         self._incoming = [Incoming(channel(owner, serves=True), self._arena, report) for owner in owners]
         own_state = self._arena, self._rank, report
         self.outgoing = [
-            Outgoing(channel(holder, serves=False), *own_state, partial(self._form, holder)) for holder in holders
+            Outgoing(channel(holder, serves=False), *own_state, partial(self._form, holder), experts)
+            for holder in holders
         ]
         self._wait_seconds = timeout_seconds + CLOSE_SECONDS
 
