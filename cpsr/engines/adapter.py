@@ -375,6 +375,10 @@ class EngineAdapter(ABC):
         """
         return self._state.obstacle(self._updated())
 
+    def replay_obstacle(self) -> str | None:
+        """Why windows of snapshots cannot hold the optimizers' state, one clause for people; None where they can."""
+        return self._state.replay_obstacle(self._updated())
+
     def skip_ahead(self, iterations: int) -> list[float]:
         """Move counters, optimizer step counts and schedule forward as if that many steps had been applied.
 

@@ -149,6 +149,11 @@ class StateEntry:
 
     def _refused(self, what: str, value: Any) -> UnsupportedEngineError:
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided:
+            return UnsupportedEngineError(
+                f"optimizer {self._owner} keeps {what} in a tensor subclass, {kind}; CPSR saves plain tensors alone. "
+                "Use an optimizer that keeps these, of any dtype, as torch's over bfloat16 weights"
+            )
         layout = f" of layout {value.layout}" if isinstance(value, torch.Tensor) else ""
         return UnsupportedEngineError(
             f"optimizer {self._owner} keeps {what}: {kind}{layout}, which is not plain data. CPSR saves numbers, "

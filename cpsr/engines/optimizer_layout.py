@@ -23,7 +23,7 @@ from cpsr.engines.optimizer_entry import StateEntry
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.small_state import capture_rng, restore_rng
 
-__all__ = ["Leaf", "expected_leaves", "is_trial", "require_one_step", "unhooked"]
+__all__ = ["Leaf", "expected_leaves", "is_trial", "numbers_of_gradients", "require_one_step", "unhooked"]
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +105,27 @@ def expected_leaves(
     return {}
 
 
+def numbers_of_gradients(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], master: torch.Tensor, *, whole: bool
+) -> list[str]:
+    """Paths of the numbers that follow from a tensor's gradients, by two steps as in `expected_leaves`.
+
+    Empty where the copies cannot step.
+    """
+    found = list[dict[str, float]]()
+    for gradient in (GRADIENT, 3 * GRADIENT):
+        tensor = _like(master, whole=whole)
+        trial = _copy_of(optimizer, {**{key: _apart(value) for key, value in group.items()}, "params": [tensor]})
+        with _untouched(optimizer, master.device):
+            try:
+                _step_once(trial, tensor, gradient)
+            except Exception:  # noqa: BLE001 - any: it is another package's code, and `expected_leaves` has logged it
+                return []
+        entry = StateEntry(trial.state.get(tensor), tensor.device, type(optimizer).__name__)
+        found.append({path: float(entry.scalar(path)) for path in entry.number_paths.values()})
+    return [path for path, value in found[0].items() if value != found[1].get(path)]
+
+
 def require_one_step(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that runs the module many times in one step, or that wraps another one.
 
@@ -142,8 +163,8 @@ def _holds_optimizer(value: Any) -> bool:
     return any(isinstance(one, torch.optim.Optimizer) for one in inside)
 
 
-def _step_once(trial: torch.optim.Optimizer, tensor: torch.Tensor) -> None:
-    gradient = torch.full_like(tensor, GRADIENT, requires_grad=False)
+def _step_once(trial: torch.optim.Optimizer, tensor: torch.Tensor, size: float = GRADIENT) -> None:
+    gradient = torch.full_like(tensor, size, requires_grad=False)
     if isinstance(trial, torch.optim.SparseAdam):
         gradient = gradient[:1].to_sparse(1).sparse_resize_(gradient.shape, 1, gradient.dim() - 1)
     tensor.grad = gradient

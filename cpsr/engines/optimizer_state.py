@@ -13,7 +13,7 @@ import torch
 from cpsr.engines.adam_kernels import is_fused_adam
 from cpsr.engines.distributed_tensors import is_distributed, layout_of, local
 from cpsr.engines.optimizer_entry import load_outside, numbers_of, outside_state
-from cpsr.engines.optimizer_layout import Leaf, expected_leaves, require_one_step, unhooked
+from cpsr.engines.optimizer_layout import Leaf, expected_leaves, numbers_of_gradients, require_one_step, unhooked
 from cpsr.engines.state_layout import StateLayout
 from cpsr.engines.updated_tensor import Known, Updated, optimizers_of
 from cpsr.errors import UnsupportedEngineError
@@ -146,6 +146,18 @@ class OptimizerState:
                 return f"the weights are {one.master.dtype}, no floating-point numbers"
         unknown = (type(one).__name__ for one in optimizers_of(every) if not _is_predicted(type(one)))
         return next((f"what steps of {name} change beside the weights is not known" for name in unknown), None)
+
+    def replay_obstacle(self, every: Sequence[Updated]) -> str | None:
+        """Why windows of snapshots cannot hold the state; None where they can.
+
+        They hold tensors at one iteration for each operator, and numbers at the first of the window alone. Repeated
+        steps count on from these; a number that follows from gradients would be of other gradients.
+        """
+        first = {id(one.optimizer): one for one in reversed(every)}
+        for one in first.values():
+            if paths := numbers_of_gradients(one.optimizer, one.group, one.master, whole=one.whole):
+                return f"{one.kind} keeps {paths[0]} for each tensor, a number that follows from its gradients"
+        return None
 
     def known(self, updated: Updated) -> Known:
         """What is known of a tensor, with its state as it is now."""

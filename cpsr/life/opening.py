@@ -271,6 +271,11 @@ def _open_memory(
     experts = None if life.experts is None else life.experts.in_memory
     units = {} if experts is None else dict(experts.units)
     units |= {} if writes is None else writes.units
+    if config.replay.enabled and (found := next(iter(job.group.gather_present(job.adapter.replay_obstacle())), None)):
+        raise UnsupportedEngineError(
+            f"replay.enabled: {found}, and a window would restore another value. Nothing was saved; set replay.enabled "
+            "to false, or keep that number as a tensor with a dimension"
+        )
     memory = life.memory = HostMemory(replace(job, config=config), units, experts)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
