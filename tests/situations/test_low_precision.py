@@ -1,5 +1,7 @@
 """Low precision: weights and moments in bfloat16, moments in float8, and what keeps its state otherwise."""
 
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +57,14 @@ def trained(life: Life) -> list[str]:
     kind = life.options["kind"]
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 8)).bfloat16()
-    optimizers = {
+    optimizers: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "bf16": lambda: torch.optim.AdamW(module.parameters(), lr=1e-2),
         "fp8": lambda: Float8Adam(module.parameters(), (1,)),
         "fp8 and a number": lambda: Float8Adam(module.parameters(), ()),
         "coded": lambda: CodedAdam(module.parameters()),
         "torchao": lambda: _torchao(module),
     }
-    optimizer: torch.optim.Optimizer = optimizers[kind]()
+    optimizer = optimizers[kind]()
     loop: Any = module
     if life.ranks > 1:
         torch.distributed.init_process_group("gloo")
@@ -90,9 +92,7 @@ def trained(life: Life) -> list[str]:
 
 
 def _torchao(module: nn.Module) -> torch.optim.Optimizer:
-    from torchao.optim import AdamWFp8
-
-    optimizer: torch.optim.Optimizer = AdamWFp8(module.parameters(), block_size=16)
+    optimizer: torch.optim.Optimizer = import_module("torchao.optim").AdamWFp8(module.parameters(), block_size=16)
     return optimizer
 
 
