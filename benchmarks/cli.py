@@ -244,11 +244,16 @@ def service(
 
 
 @bench.command()
-def experts(json_path: JsonPath = None) -> None:
-    """Bytes of sparse snapshots of a mixture of experts beside the papers."""
+def experts(
+    json_path: JsonPath = None,
+    shares: Annotated[
+        bool, typer.Option("--shares", help="Also train short jobs whose ranks share their copies.")
+    ] = False,
+) -> None:
+    """Bytes of snapshots of a mixture of experts beside the papers."""
     from cpsr.benchmarks.experts.run import main as run_experts
 
-    run_experts(json_path)
+    run_experts(json_path, shares=shares)
 
 
 @bench.command()

@@ -1,22 +1,25 @@
-"""`cpsr bench experts`: bytes of sparse snapshots of mixtures of experts beside the papers; nothing is trained."""
+"""`cpsr bench experts`: bytes of snapshots of mixtures beside the papers; of ranks that share them, in short jobs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 from numpy.typing import NDArray
 
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, SPREAD_OF_64, Shape, moetion_shape, pec_shape
 from cpsr.benchmarks.harness.measurement import measuring
+from cpsr.benchmarks.harness.ranks import run_ranks
 from cpsr.engines.moe.operators import Expert, ExpertLayer, ExpertParallel
 from cpsr.engines.moe.token_counts import zeros
 from cpsr.experts.moetion import Moetion
 from cpsr.experts.policies import Budget, Load, LoadAware, Policy, Sequential
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.replay.schedule import sparse_window
+from cpsr.restart.experts import nearest
 
-__all__ = ["IN_TURN", "POLICIES", "WINDOW", "SnapshotSize", "main", "rank_bytes", "sizes"]
+__all__ = ["IN_TURN", "POLICIES", "WINDOW", "SnapshotSize", "levels", "main", "rank_bytes", "sizes"]
 
 IN_TURN, BY_LOAD, MOETION, WINDOW = "in turn (PEC)", "by load (PEC)", "MOETION", "MoEvement's window, as many bytes"
 POLICIES: Mapping[str, Callable[[Sequence[ExpertLayer]], Policy]] = {
@@ -27,6 +30,7 @@ POLICIES: Mapping[str, Callable[[Sequence[ExpertLayer]], Policy]] = {
 """Name -> makes the policy. Windows lose no token: their bytes are worked out apart."""
 # Of the whole state (pec, Fig. 5 (a); moetion, section 7.2: "over 9x").
 SAVED_AIMS = {(pec_shape().name, IN_TURN): 0.542, (moetion_shape(MOETION_EXPERTS).name, MOETION): 1 - 1 / 9}
+JOBS = ((1, 0), (2, 0), (4, 0), (4, 2))  # ranks of a measured job, and over how many its experts are divided
 ROUNDING = 0.0005  # of the papers' figures
 GIGABYTE = 1e9
 
@@ -59,10 +63,10 @@ class SnapshotSize:
         return 1 - self.snapshot_bytes / self.dense_bytes
 
 
-def main(json_path: Path | None = None) -> None:
-    """Compute, print the table, and write the JSON file."""
+def main(json_path: Path | None = None, *, shares: bool = False) -> None:
+    """Compute, print the tables, and write the JSON file; train short jobs as well if `shares` are measured."""
     with measuring("experts", json_path) as call:
-        found, busiest = sizes(), rank_bytes()
+        found, busiest, lost = sizes(), rank_bytes(), levels()
         call.table(
             "Bytes of a snapshot (arithmetic, on the papers' shapes)",
             ("model", "policy", "K", "GB", "less", "factor", "all within"),
@@ -75,13 +79,88 @@ def main(json_path: Path | None = None) -> None:
             f"{less:.1%} less (PEC: 76.9%), and {shorter:.1%} less than with parts shared out by themselves (PEC: "
             "11.7% of the time)."
         )
+        call.table(
+            "Tokens lost with one of two machines (PEC, Fig. 7; one expert a layer on the disk)",
+            ("experts a layer in memory", "lost, over that with one"),
+            [(str(count), f"{portion:.2f}") for count, portion in lost.items()],
+        )
+        measured = [_measured(call.directory, *job) for job in JOBS] if shares else []
+        if measured:
+            call.table(
+                "A snapshot of the busiest rank: each copies all, and its share",
+                ("ranks", "experts over", "MB", "less", "training waits, ms", "at a checkpoint, ms"),
+                [_shared_row(row) for row in measured],
+            )
         aims = {
             f"{size.shape}, {size.policy}: {aim:.1%} smaller snapshots: {size.saved:.1%}": size.saved >= aim - ROUNDING
             for size in found
             if (aim := SAVED_AIMS.get((size.shape, size.policy))) is not None
         }
         call.judge(aims)
-        call.leave({"aims": aims, "sizes": [asdict(size) for size in found], "rank_bytes": busiest})
+        sized = [asdict(size) for size in found]
+        call.leave({"aims": aims, "sizes": sized, "rank_bytes": busiest, "levels": lost, "shares": measured})
+
+
+def _measured(directory: Path, ranks: int, expert_parallel: int) -> dict[str, Any]:
+    """A job whose ranks copy all, and one whose ranks share: what each of them found."""
+    row: dict[str, Any] = {"ranks": ranks, "expert_parallel": expert_parallel}
+    for name, shared in (("all", False), ("share", True)):
+        folder = directory / f"{ranks}-{expert_parallel}-{name}"
+        folder.mkdir()
+        row[name] = run_ranks("experts.shares", folder, ranks, expert_parallel=expert_parallel, shared=shared)
+    return row
+
+
+def _shared_row(row: dict[str, Any]) -> tuple[str, ...]:
+    copied, stalls, saves = (
+        [max(found.get(key, 0.0) for found in row[name]) for name in ("all", "share")]
+        for key in ("copied_bytes", "stall_seconds", "checkpoint_stall_seconds")
+    )
+    return (
+        str(row["ranks"]),
+        str(row["expert_parallel"] or ""),
+        " to ".join(f"{count / 1e6:.1f}" for count in copied),
+        f"{1 - copied[1] / copied[0]:.1%}",
+        *(" to ".join(f"{1e3 * seconds:.1f}" for seconds in pair) for pair in (stalls, saves)),
+    )
+
+
+def levels() -> dict[int, float]:
+    """Experts a layer in each snapshot in memory -> tokens lost with a machine, over those with one expert.
+
+    As in the paper two machines have four ranks each, every iteration has a checkpoint of one expert a layer, and
+    experts take turns. Tokens are spread evenly. The machine that is left has newer experts in memory.
+    """
+    shape = pec_shape()
+    ranks = shape.layers[0].experts
+    layers = [replace(layer, expert_parallel=ExpertParallel(ranks)) for layer in shape.layers]
+    load, lost = Load(zeros(layers), zeros(layers)), dict[int, float]()
+    for count in (1, 2, 4, ranks):
+        disk, memory = Sequential(layers), Sequential(layers)
+        on_disk, in_memory = dict[Expert, int](), dict[Expert, int]()
+        ages = 0
+        for at in range(3 * ranks):
+            on_disk |= dict.fromkeys(disk.select(at, load, Budget(experts_per_layer=1)), at)
+            in_memory |= dict.fromkeys(memory.select(at, load, Budget(experts_per_layer=count)), at)
+            if at >= 2 * ranks:
+                ages += sum(at - reached for reached in _restored(at, on_disk, in_memory, layers, ranks // 2))
+        lost[count] = ages
+    return {count: ages / lost[1] for count, ages in lost.items()}
+
+
+def _restored(
+    at: int, on_disk: dict[Expert, int], in_memory: dict[Expert, int], layers: Sequence[ExpertLayer], left: int
+) -> list[int]:
+    """Iteration of each expert after a restart, of which the first ranks have memory left."""
+    held: list[dict[str, int]] = [{} for _ in range(2 * left)]
+    there: list[dict[str, list[int]]] = [{} for _ in held]
+    for expert, saved in on_disk.items():
+        owner, name = layers[expert.layer].owner(expert.index), f"{expert.layer}-{expert.index}"
+        held[owner][name] = saved
+        if owner < left:
+            there[owner][name] = [in_memory[expert]]
+    nearer = nearest(at, held, there)
+    return [nearer.get(name, saved) for part in held for name, saved in part.items()]
 
 
 def _row(size: SnapshotSize) -> tuple[str, ...]:

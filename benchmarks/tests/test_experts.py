@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from cpsr.benchmarks.experts.run import IN_TURN, POLICIES, WINDOW, main, rank_bytes, sizes
+from cpsr.benchmarks.experts.run import IN_TURN, POLICIES, WINDOW, levels, main, rank_bytes, sizes
 from cpsr.benchmarks.experts.shapes import moetion_shape, pec_shape
 
 
@@ -27,6 +27,11 @@ def test_shared_out_parts_leave_the_busiest_rank_as_much_less_as_the_paper_says(
     found = rank_bytes()
     assert round(100 * (1 - found["adaptive"] / found["every_rank_saves_all"]), 1) == 76.9
     assert found["adaptive"] < found["equal"]
+
+
+def test_the_more_experts_a_snapshot_has_the_less_a_lost_machine_costs() -> None:
+    found = levels()
+    assert 1.0 == found[1] > found[2] > found[4] > found[8] == 0.5, "half of the experts come from the disk"
 
 
 def test_the_figures_and_their_aims_are_left(tmp_path: Path) -> None:

@@ -54,12 +54,13 @@ class InMemory:
         tokens: of this life.
         layers: of the model.
         policy: selects among the experts of all ranks.
-        rest_bytes: of what is no expert, on this rank.
+        rest_bytes: of what is no expert, that a snapshot of this rank copies.
         by_bytes: whether the policy goes by bytes; else by K, as many as fit.
         owners: ranks, where each expert lies on one of them; None where several hold parts of one.
 
     Attributes:
         copies: that were measured.
+        rest_bytes: as given; less where other ranks copy some of it.
 
     Source: moetion, Algorithm 1 and section 4.2 (local budget); pec, section 3.2 (snapshot-PEC).
     """
@@ -75,7 +76,8 @@ class InMemory:
         owners: int | None,
     ) -> None:
         self._tokens, self._layers, self._policy = tokens, tuple(layers), policy
-        self._rest_bytes, self._by_bytes, self._owners = rest_bytes, by_bytes, owners
+        self.rest_bytes: float = rest_bytes
+        self._by_bytes, self._owners = by_bytes, owners
         self._experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
         self._place = {unit_name(expert): place for place, expert in enumerate(self._experts)}
         self._ends = numpy.cumsum([layer.experts for layer in layers])[:-1]
@@ -103,7 +105,7 @@ class InMemory:
     def wanted_bytes(self) -> float | None:
         """Of experts, that an iteration of this rank hides; None until one was measured."""
         hidden = self.copies.bytes
-        return None if hidden is None else hidden - self._rest_bytes
+        return None if hidden is None else hidden - self.rest_bytes
 
     def agree(self, agreed: Agreed) -> None:
         """From here on."""

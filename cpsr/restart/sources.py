@@ -10,7 +10,13 @@ from typing import Any, Literal
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.manifest import Manifest
-from cpsr.checkpoint.memory_states import MemoryState, load_states, owned_word, verify_memory_state
+from cpsr.checkpoint.memory_states import (
+    MemoryState,
+    belong_together,
+    load_states,
+    owned_word,
+    verify_memory_state,
+)
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
@@ -199,7 +205,8 @@ class MemorySources:
     Attributes:
         left: what the failure has left, by the states that `decide` found in the machines' memory, valid or not; None
             where they tell nothing.
-        own: this rank's verified snapshots on its machine, newer than the checkpoint.
+        own: this rank's verified snapshots on its machine, newer than the checkpoint; then of other ranks' what they
+            lack.
     """
 
     left: FailureScope | None = None
@@ -275,6 +282,7 @@ class MemorySources:
         here = self._arena.list()
         states = self._catalogue(here, nodes, newest)
         self.own = [state for state in states if state.rank == self._group.rank and state.kind == "snapshot"]
+        self.own += [part for state in self.own if self._shared for other in here if (part := _lacked(state, other))]
         held = [self._held(here, place) for place in ("own", "replica")]
         pieces = None if checkpoint is None else self._pieces_hash
         found = self._group.gather([_small_iterations(states), *held, pieces])
@@ -392,6 +400,20 @@ class MemorySources:
         place = self._node, state.name
         parts = state.parts if joined else ()
         return Entry(state.rank, state.iteration, state.kind, *place, parts, older, state.newest_iteration)
+
+
+def _lacked(own: MemoryState, other: MemoryState) -> MemoryState | None:
+    """What another rank's snapshot has of one that lacks it, not verified; None: nothing."""
+    if other.kind != "snapshot" or other.iteration != own.iteration or not belong_together(own.parts, other.parts):
+        return None
+    given = {part.name for part in other.parts if any(one.is_given_by(part) for one in own.parts if not one.word)}
+    operators = {
+        name: one
+        for name, one in other.operators.items()
+        if one.part in given and name in own.lacking and own.lacking[name].part == one.part
+    }
+    rest = {name: one for name, one in other.operators.items() if name not in operators}
+    return replace(other, operators=operators, lacking={**other.lacking, **rest}) if operators else None
 
 
 def _is_whole(state: MemoryState) -> bool:

@@ -16,6 +16,9 @@ from cpsr.checkpoint.replicated import state_hash
 from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.errors import CheckpointError
+from cpsr.ranks.group import Group
+from cpsr.restart.experts import load_nearer_experts
+from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 
@@ -111,6 +114,21 @@ def test_an_expert_that_is_not_due_is_carried_by_the_rank_that_copies_it(machine
         assert torch.equal(
             found.operators[EXPERT].parameter.values, machine.at(0, 1).operators[EXPERT].parameter.values
         )
+    machine.close()
+
+
+def test_an_expert_of_a_checkpoint_is_replaced_by_a_nearer_one_that_another_rank_has_copied(
+    machine: Machine, run_id: str
+) -> None:
+    machine.train(4)
+    for rank in range(RANKS):
+        machine.snapshot(rank, 4)
+    sources = MemorySources(run_id, Group(), machine.live[0], (1, 0))
+    sources.decide(2, None, None)
+    checkpoint = Snapshot(3, make_shard(3, SIZES, 3))
+    old = checkpoint.shard.operators[EXPERT] = make_shard(1, SIZES, 1).operators[EXPERT]
+    assert load_nearer_experts(checkpoint, {EXPERT: "expert"}, sources.own, Group()) == 1
+    assert torch.equal(old.parameter.values, machine.at(0, 4).operators[EXPERT].parameter.values)
     machine.close()
 
 
