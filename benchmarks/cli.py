@@ -123,6 +123,19 @@ def replay(
 
 
 @bench.command()
+def hints(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=1, help="In each, every loop runs and is killed.")] = 3,
+    workdir: Workdir = None,
+) -> None:
+    """What a failure of a resumable function repeats, and what its checkpoints cost, beside even distances."""
+    from cpsr.benchmarks.hints.run import Size
+    from cpsr.benchmarks.hints.run import main as run_hints
+
+    run_hints(json_path, Size(rounds=rounds), workdir)
+
+
+@bench.command()
 def recovery(
     quick: Annotated[
         bool, typer.Option("--quick", help="A subset of about 10 minutes on two cores; the default.")

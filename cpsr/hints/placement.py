@@ -5,10 +5,10 @@ the outermost loop ends, so many checkpoints as the allowance has, where the exp
 After each checkpoint it places again, and where the function comes to its hints otherwise than expected. Of many
 checkpoints it places the next eight, in their share of the time; its own time counts as that of checkpoints.
 
-A checkpoint that is placed is taken if all before it are within the allowed fraction of the function's own time so far,
-and with it they will be when the loop ends. Where the length is not known, as in `while` loops, a hint is a checkpoint
-as soon as all so far and it are within the allowance. The next one may take as long as the longest of the last few,
-since a disk's time varies.
+A checkpoint that is placed is taken if all will be within the allowed fraction of the function's own time when the loop
+ends, and those before it exceed that of the time so far by no more than the longest of them. Where the length is not
+known, as in `while` loops, a hint is a checkpoint as soon as all so far and it are within the allowance. A disk's time
+varies: the next one may take as long as the longest of the last few, or twice their median if that is less.
 
 Source: Wong and Zhang, CheckHint: User-assisted Static Checkpointing for ML. Its recurrence (section 2.2) places l
 checkpoints among n hints, so that the expected time to repeat work after failures is least; loops are unrolled.
@@ -25,6 +25,7 @@ Where the paper is wrong or silent, this module takes:
 """
 
 import math
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ from cpsr.hints.repetitions import Repetitions, seconds_ahead
 
 __all__ = ["LoopPosition", "Pace", "place"]
 
-_RECENT = 8  # costs of checkpoints that count
+_RECENT = 16  # costs of checkpoints that count
 _BYTES_PER_SECOND = 300e6  # until a checkpoint was measured: hashed, written, and read back
 _WINDOW = 8  # checkpoints that are placed together
 _CANDIDATES = 20  # for each of them; of more hints, every so manieth
@@ -100,7 +101,6 @@ class _Plan:
         chosen: which arrivals are checkpoints.
         between_seconds: mean distance of two checkpoints.
         passed: number of the newest arrival.
-        is_pending: whether a chosen one was not taken yet.
     """
 
     loop: int
@@ -110,7 +110,6 @@ class _Plan:
     chosen: set[int]
     between_seconds: float
     passed: int = 0
-    is_pending: bool = False
 
     def follows(self, loops: Sequence[LoopPosition]) -> bool:
         """Whether one more arrival is one of these: the loop has not begun again."""
@@ -136,12 +135,13 @@ class Pace:
         self._allowance, self._first, self._clock = allowance, first_seconds, clock
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._is_measured = False
+        self._worst = 0.0  # of all costs
         self.begin()
 
     def begin(self, loops: Sequence[LoopPosition] = ()) -> None:
         """The function begins now, or goes on inside these loops."""
         self._began = self._mark = self._clock()
-        self.spent_seconds = self._saved_at = self._ask_at = 0.0
+        self.spent_seconds = self._asking_seconds = self._saved_at = self._ask_at = 0.0
         self._plan: _Plan | None = None
         self._loops = {number: Repetitions(begun, is_whole=False) for number, begun, _ in loops}
 
@@ -155,6 +155,7 @@ class Pace:
             self._costs.clear()
             self._is_measured = True
         self._costs.extend(costs_seconds)
+        self._worst = max([self._worst, *costs_seconds])
 
     def own_seconds(self) -> float:
         """The function's own time, without checkpoints."""
@@ -176,20 +177,25 @@ class Pace:
             return False
         plan = self._followed(loops, now - self._began - self.spent_seconds)
         self._mark = self._clock()
-        self.spent_seconds += self._mark - now  # for the placement
+        self._asking_seconds += self._mark - now
+        self.spent_seconds += self._mark - now
         own = self.own_seconds()
         if plan is None:
             return self.spent_seconds + self._longest() <= self._allowance * own
-        plan.is_pending |= plan.passed in plan.chosen
-        within = self.spent_seconds <= self._allowance * own
-        return plan.is_pending and within and self._left(plan.end_seconds) >= self._longest()
+        if plan.passed not in plan.chosen:
+            return False
+        if own < self._earliest() or self._left(own, plan.end_seconds) < self._longest():
+            self._plan, self._ask_at = None, 0.0
+            return False
+        return True
 
     def looked(self, seconds: float, size_bytes: int) -> None:
         """The first look at a hint has taken so long; a checkpoint there would have so many bytes."""
         self.spent_seconds += seconds
         self._mark = self._clock()
         if not self._is_measured:
-            self._costs.append(self._first + seconds + size_bytes / _BYTES_PER_SECOND)
+            self._worst = self._first + seconds + size_bytes / _BYTES_PER_SECOND
+            self._costs.append(self._worst)
 
     def took(self, seconds: float) -> None:
         """A checkpoint has taken so long."""
@@ -199,15 +205,20 @@ class Pace:
         self._saved_at, self._ask_at, self._plan = self.own_seconds(), 0.0, None
 
     def _longest(self) -> float:
-        """Seconds that the next checkpoint may take."""
-        return max(self._costs)
+        """Seconds that the next checkpoint may take; once in a while a disk takes still longer."""
+        return min(max(self._costs), 2 * self._usual())
 
-    def _mean(self) -> float:
-        return max(sum(self._costs) / len(self._costs), 1e-9)
+    def _earliest(self) -> float:
+        """The function's own seconds before which one more would exceed the allowance so far by more than one."""
+        return (self.spent_seconds + self._usual() - self._worst) / self._allowance
 
-    def _left(self, end_seconds: float) -> float:
-        """Seconds left for checkpoints of a function with so much time of its own."""
-        return self._allowance * end_seconds - self.spent_seconds
+    def _usual(self) -> float:
+        return max(statistics.median(self._costs), 1e-9)
+
+    def _left(self, own: float, end_seconds: float) -> float:
+        """Seconds left for checkpoints until the function's own time is that, without asking at the other hints."""
+        asking = self._asking_seconds / own * (end_seconds - own) if own else 0.0
+        return self._allowance * end_seconds - self.spent_seconds - asking
 
     def _followed(self, loops: Sequence[LoopPosition], own: float) -> _Plan | None:
         """The placement that holds at this arrival; None: there is none."""
@@ -227,13 +238,14 @@ class Pace:
             return None
         at = own + np.cumsum([0.0, *ahead])
         end = float(at[-1])
-        left = self._left(end) - (self._longest() - self._mean())
-        count = max(0, math.floor(left / self._mean()))
+        left = self._left(own, end) - (self._longest() - self._usual())
+        count = max(0, math.floor(left / self._usual()))
         between = (end - self._saved_at) / (count + 1)
         if count > _WINDOW:
             count = _WINDOW
             at = at[at <= max(own, self._saved_at + (count + 1) * between)]
         nth = -(-len(at) // (_CANDIDATES * (count + 1)))
         since = at - self._saved_at
-        chosen = place(since[::nth].tolist(), float(since[-1]), count, _RARE * end)
-        return _Plan(loops[0][0], loops[0][1], at, end, {nth * one for one in chosen}, between)
+        early = int((at[::nth] < self._earliest()).sum())
+        chosen = place(since[::nth].tolist()[early:], float(since[-1]), count, _RARE * end)
+        return _Plan(loops[0][0], loops[0][1], at, end, {nth * (early + one) for one in chosen}, between)

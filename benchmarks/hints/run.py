@@ -1,0 +1,205 @@
+"""`cpsr bench hints`: what a failure repeats, where the optimum places checkpoints and at even distances.
+
+Every loop runs undisturbed in each round, with the allowances of the paper (Wong and Zhang, CheckHint: User-assisted
+Static Checkpointing for ML, section 4.1). Then it is killed at a time that the seed gives, and goes on; and once more
+with as many checkpoints at even distances, every so manieth hint. The expected loss of a failure at any time is half
+the sum of the squared times between checkpoints, over the whole time; of even distances by the times of the same run.
+"""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from cpsr.benchmarks.harness.intervals import Estimate, median_interval
+from cpsr.benchmarks.harness.measurement import interval_text, measuring
+from cpsr.benchmarks.harness.processes import default_workers
+from cpsr.benchmarks.hints.work import LOOPS, Life, is_even, run
+from cpsr.errors import CPSRError
+from cpsr.hints.placement import place
+
+__all__ = ["ALLOWANCES", "Size", "main"]
+
+ALLOWANCES = (0.05, 0.10, 0.15)
+RATIO_MAX = 1.05
+_LOOK_SECONDS = 0.001
+_PROCESSES = multiprocessing.get_context("forkserver")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is measured."""
+
+    rounds: int = 3
+    loops: Sequence[str] = tuple(LOOPS)
+    allowances: Sequence[float] = ALLOWANCES
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One loop at one allowance, in one round.
+
+    Attributes:
+        checkpoints: how many.
+        overhead: time in hints over the function's own.
+        own_seconds: of the function.
+        repeated: expected part of the function that one failure repeats.
+        even: the same of as many checkpoints at even distances.
+        optimum: the same of the best places of as many, for one who knew all times.
+        killed_after: number of the hint that was passed before the kill.
+        killed_seconds: what the call after the kill has repeated.
+        killed_even_seconds: the same at even distances.
+        same: whether all results have the same bits.
+    """
+
+    checkpoints: int
+    overhead: float
+    own_seconds: float
+    repeated: float
+    even: float
+    optimum: float
+    killed_after: int
+    killed_seconds: float
+    killed_even_seconds: float
+    same: bool
+
+
+def main(json_path: Path | None = None, size: Size | None = None, workdir: Path | None = None) -> None:
+    """Measure, print a table, and write the JSON file.
+
+    Args:
+        json_path: where the figures go.
+        size: how much is measured.
+        workdir: on the disk that is measured; by default the one for temporary files.
+
+    Raises:
+        CPSRError: a run has failed.
+    """
+    size = size or Size()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    _PROCESSES.set_forkserver_preload(["cpsr.benchmarks.hints.work"])
+    cells = list(product(size.loops, size.allowances))
+    when = numpy.random.default_rng(size.seed).uniform(0.1, 0.95, (size.rounds, len(cells)))
+    with measuring("hints", json_path, workdir) as call, ThreadPoolExecutor(default_workers()) as pool:
+        advance = call.bar("loops", size.rounds * len(cells))
+
+        def measured(item: tuple[int, int]) -> Turn:
+            found = _turn(call.directory / f"{item[0]}-{item[1]}", *cells[item[1]], float(when[item]))
+            advance()
+            return found
+
+        items = list(product(range(size.rounds), range(len(cells))))
+        found = dict(zip(items, pool.map(measured, items), strict=True))
+        results = {cell: [found[number, place] for number in range(size.rounds)] for place, cell in enumerate(cells)}
+        ratios = {cell: median_interval([one.repeated / one.even for one in turns]) for cell, turns in results.items()}
+        call.table(
+            f"{size.rounds} rounds; medians, and bounds of 95%",
+            ["loop", "allowed", "number", "most time", "repeats", "over even", "over best", "kills repeat", "if even"],
+            [_row(name, allowance, ratios[name, allowance], turns) for (name, allowance), turns in results.items()],
+        )
+        turns = [(allowance, one) for (_, allowance), each in results.items() for one in each]
+        call.judge(
+            {
+                f"a failure repeats at most {RATIO_MAX} times what it does at even distances": all(
+                    one.value <= RATIO_MAX for one in ratios.values()
+                ),
+                "the time for checkpoints is within the allowance, in every round": all(
+                    one.overhead <= allowance for allowance, one in turns
+                ),
+                "after each kill every bit is that of the undisturbed call": all(one.same for _, one in turns),
+            }
+        )
+        figures = [
+            {
+                "loop": cell[0],
+                "allowance": cell[1],
+                "over_even": asdict(ratios[cell]),
+                "rounds": list(map(asdict, each)),
+            }
+            for cell, each in results.items()
+        ]
+        call.leave({"loops": figures})
+
+
+def _row(name: str, allowance: float, ratio: Estimate, turns: Sequence[Turn]) -> list[str]:
+    def median(of: Callable[[Turn], float]) -> float:
+        return float(numpy.median([of(one) for one in turns]))
+
+    return [
+        name,
+        f"{allowance:.0%}",
+        f"{median(lambda one: one.checkpoints):g}",
+        f"{max(one.overhead for one in turns):.1%}",
+        f"{median(lambda one: one.repeated):.1%}",
+        interval_text(ratio, separator="\n"),
+        f"{median(lambda one: one.repeated / one.optimum):.2f}",
+        f"{numpy.mean([one.killed_seconds for one in turns]):.2f} s",
+        f"{numpy.mean([one.killed_even_seconds for one in turns]):.2f} s",
+    ]
+
+
+def _turn(folder: Path, name: str, allowance: float, when: float) -> Turn:
+    """Run a loop undisturbed, and kill it at a part of that time, both ways."""
+    folder.mkdir()
+    whole = _ended(folder, "whole", "whole", name, allowance, 0)
+    saved, times = whole.saved[1:] > 0, numpy.cumsum(whole.own_seconds)
+    own, count = float(times[-1]), max(1, int(saved.sum()))
+    even = [is_even(number, len(times), count) for number in range(1, len(times) + 1)]
+    candidates = times[:: -(-len(times) // 1000)]
+    hint = int(numpy.searchsorted(times, when * own))
+    killed, repeated = _killed(folder, "killed", name, allowance, 0, hint)
+    other, repeated_even = _killed(folder, "even", name, allowance, count, hint)
+    return Turn(
+        int(saved.sum()),
+        float((whole.after - whole.before)[1:].sum()) / own,
+        own,
+        _repeated(times[saved], own),
+        _repeated(times[even], own),
+        _repeated(candidates[place(candidates.tolist(), own, count, 1e3 * own)], own),
+        hint,
+        repeated,
+        repeated_even,
+        whole.digest() == killed.digest() == other.digest(),
+    )
+
+
+def _repeated(checkpoints: NDArray[numpy.float64], seconds: float) -> float:
+    """Expected part of a function that a failure at any time repeats."""
+    blocks = numpy.diff([0.0, *checkpoints, seconds]) / seconds
+    return float((blocks**2).sum() / 2)
+
+
+def _killed(folder: Path, run_dir: str, name: str, allowance: float, evenly: int, hint: int) -> tuple[Life, float]:
+    """Kill a run as soon as it has passed a hint; what the one that goes on has noted, and what it has repeated."""
+    process, noted = _begun(folder, run_dir, f"{run_dir} first", name, allowance, evenly)
+    while not noted.after[hint] and process.is_alive():
+        time.sleep(_LOOK_SECONDS)
+    at = time.perf_counter()
+    process.kill()
+    process.join()
+    later = _ended(folder, run_dir, f"{run_dir} second", name, allowance, evenly)
+    return later, noted.seconds_since(later.resumed_at, at)
+
+
+def _ended(folder: Path, run_dir: str, life: str, name: str, allowance: float, evenly: int) -> Life:
+    process, noted = _begun(folder, run_dir, life, name, allowance, evenly)
+    process.join()
+    if process.exitcode:
+        raise CPSRError(f"a run of {name} has failed with status {process.exitcode}: its error is above")
+    return noted
+
+
+def _begun(folder: Path, run_dir: str, life: str, name: str, allowance: float, evenly: int) -> tuple[Any, Life]:
+    noted = Life.new(folder / f"{life}.life", LOOPS[name].hints)
+    process = _PROCESSES.Process(target=run, args=(str(noted.path), name, str(folder / run_dir), allowance, evenly))
+    process.start()
+    return process, noted
