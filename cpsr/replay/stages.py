@@ -118,12 +118,12 @@ class StageLogs:
         log, slot = self._log, self._slot
         if plain is not None:
             log.plain[len(log.operations)] = plain
-        log.operations.append(operation)
         if values is None:
+            log.operations.append((vars(operation), None))
             return
         start = -(-log.end // _ALIGNED) * _ALIGNED
         log.end = start + values.nbytes
-        log.values[len(log.operations) - 1] = start, tuple(values.shape), dtype_name(values.dtype)
+        log.operations.append((vars(operation), (start, tuple(values.shape), dtype_name(values.dtype))))
         if slot is None or log.dropped:
             return
         if log.end > slot.file.bytes.numel():
@@ -200,8 +200,7 @@ class StageLogs:
                 return None
             log.kept.clear()
             # As text: the training waits while this thread has Python, ten times as long for a tree of small lists.
-            listed = [(vars(one), log.values.get(place)) for place, one in enumerate(log.operations)]
-            scalars |= {"operations": json.dumps(listed), "plain": log.plain}
+            scalars |= {"operations": json.dumps(log.operations), "plain": log.plain}
             return slot.file.prepare(
                 "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, encode(scalars, prefix=SCALARS), held=held
             )
@@ -261,8 +260,7 @@ class _Log:
     Attributes:
         iteration: of it.
         end: of its values in the file, in bytes.
-        operations: as they happened.
-        values: place of an operation -> start of its values, their shape and type.
+        operations: as they happened, each with start, shape and type of its values, if it has any.
         plain: place of an operation -> its plain data.
         kept: what the host has, until it is copied: where it starts, and how often torch had changed it.
         dropped: it does not count; said by any thread.
@@ -270,8 +268,7 @@ class _Log:
 
     iteration: int
     end: int = 0
-    operations: list[Operation] = field(default_factory=list)
-    values: dict[int, tuple[int, tuple[int, ...], str]] = field(default_factory=dict)
+    operations: list[tuple[dict[str, Any], tuple[int, tuple[int, ...], str] | None]] = field(default_factory=list)
     plain: dict[int, Any] = field(default_factory=dict)
     kept: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
     dropped: bool = False

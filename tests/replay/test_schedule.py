@@ -50,14 +50,6 @@ def test_turns_change_where_a_quarter_of_the_experts_moves_by_more_than_a_tenth(
     assert has_shifted(dict.fromkeys(even, 0.0), even)
 
 
-@given(st.lists(st.integers(12, 400), min_size=1, max_size=20), st.floats(1, 10_000))
-def test_a_larger_budget_needs_no_longer_window(sizes: list[int], budget: float) -> None:
-    frozen = [size // 6 for size in sizes]
-    turns, _ = sparse_window(sizes, frozen, budget)
-    assert len(sparse_window(sizes, frozen, 2 * budget)[0]) <= len(turns) <= len(sizes)
-    assert sparse_window(sizes, frozen, float(sum(sizes)))[0] == [list(range(len(sizes)))]
-
-
 # Active and frozen bytes: an operator's whole state holds at least what its weights for the forward pass take.
 OPERATORS = st.lists(
     st.tuples(st.integers(0, 20), st.integers(0, 20)).map(lambda pair: (max(pair), min(pair))), min_size=1, max_size=9
