@@ -8,6 +8,7 @@ the sum of the squared times between checkpoints, over the whole time; of even d
 
 import multiprocessing
 import os
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,6 +74,14 @@ class Turn:
     same: bool
 
 
+@dataclass(frozen=True)
+class _Runs:
+    """Where the runs of one turn keep their checkpoints, and what they note."""
+
+    directory: Path
+    lives: Path
+
+
 def main(json_path: Path | None = None, size: Size | None = None, workdir: Path | None = None) -> None:
     """Measure, print a table, and write the JSON file.
 
@@ -89,11 +98,17 @@ def main(json_path: Path | None = None, size: Size | None = None, workdir: Path 
     _PROCESSES.set_forkserver_preload(["cpsr.benchmarks.hints.work"])
     cells = list(product(size.loops, size.allowances))
     when = numpy.random.default_rng(size.seed).uniform(0.1, 0.95, (size.rounds, len(cells)))
-    with measuring("hints", json_path, workdir) as call, ThreadPoolExecutor(default_workers()) as pool:
+    with (
+        measuring("hints", json_path, workdir) as call,
+        tempfile.TemporaryDirectory(dir="/dev/shm") as lives,  # a store into a disk file may wait
+        ThreadPoolExecutor(default_workers()) as pool,
+    ):
         advance = call.bar("loops", size.rounds * len(cells))
 
         def measured(item: tuple[int, int]) -> Turn:
-            found = _turn(call.directory / f"{item[0]}-{item[1]}", *cells[item[1]], float(when[item]))
+            name = f"{item[0]}-{item[1]}"
+            runs = _Runs(call.directory / name, Path(lives) / name)
+            found = _turn(runs, *cells[item[1]], float(when[item]))
             advance()
             return found
 
@@ -147,17 +162,18 @@ def _row(name: str, allowance: float, ratio: Estimate, turns: Sequence[Turn]) ->
     ]
 
 
-def _turn(folder: Path, name: str, allowance: float, when: float) -> Turn:
+def _turn(runs: _Runs, name: str, allowance: float, when: float) -> Turn:
     """Run a loop undisturbed, and kill it at a part of that time, both ways."""
-    folder.mkdir()
-    whole = _ended(folder, "whole", "whole", name, allowance, 0)
+    runs.directory.mkdir()
+    runs.lives.mkdir()
+    whole = _ended(runs, "whole", "whole", name, allowance, 0)
     saved, times = whole.saved[1:] > 0, numpy.cumsum(whole.own_seconds)
     own, count = float(times[-1]), max(1, int(saved.sum()))
     even = [is_even(number, len(times), count) for number in range(1, len(times) + 1)]
     candidates = times[:: -(-len(times) // 1000)]
     hint = int(numpy.searchsorted(times, when * own))
-    killed, repeated = _killed(folder, "killed", name, allowance, 0, hint)
-    other, repeated_even = _killed(folder, "even", name, allowance, count, hint)
+    killed, repeated = _killed(runs, "killed", name, allowance, 0, hint)
+    other, repeated_even = _killed(runs, "even", name, allowance, count, hint)
     return Turn(
         int(saved.sum()),
         float((whole.after - whole.before)[1:].sum()) / own,
@@ -178,28 +194,30 @@ def _repeated(checkpoints: NDArray[numpy.float64], seconds: float) -> float:
     return float((blocks**2).sum() / 2)
 
 
-def _killed(folder: Path, run_dir: str, name: str, allowance: float, evenly: int, hint: int) -> tuple[Life, float]:
+def _killed(runs: _Runs, run_dir: str, name: str, allowance: float, evenly: int, hint: int) -> tuple[Life, float]:
     """Kill a run as soon as it has passed a hint; what the one that goes on has noted, and what it has repeated."""
-    process, noted = _begun(folder, run_dir, f"{run_dir} first", name, allowance, evenly)
+    process, noted = _begun(runs, run_dir, f"{run_dir} first", name, allowance, evenly)
     while not noted.after[hint] and process.is_alive():
         time.sleep(_LOOK_SECONDS)
     at = time.perf_counter()
     process.kill()
     process.join()
-    later = _ended(folder, run_dir, f"{run_dir} second", name, allowance, evenly)
+    later = _ended(runs, run_dir, f"{run_dir} second", name, allowance, evenly)
     return later, noted.seconds_since(later.resumed_at, at)
 
 
-def _ended(folder: Path, run_dir: str, life: str, name: str, allowance: float, evenly: int) -> Life:
-    process, noted = _begun(folder, run_dir, life, name, allowance, evenly)
+def _ended(runs: _Runs, run_dir: str, life: str, name: str, allowance: float, evenly: int) -> Life:
+    process, noted = _begun(runs, run_dir, life, name, allowance, evenly)
     process.join()
     if process.exitcode:
         raise CPSRError(f"a run of {name} has failed with status {process.exitcode}: its error is above")
     return noted
 
 
-def _begun(folder: Path, run_dir: str, life: str, name: str, allowance: float, evenly: int) -> tuple[Any, Life]:
-    noted = Life.new(folder / f"{life}.life", LOOPS[name].hints)
-    process = _PROCESSES.Process(target=run, args=(str(noted.path), name, str(folder / run_dir), allowance, evenly))
+def _begun(runs: _Runs, run_dir: str, life: str, name: str, allowance: float, evenly: int) -> tuple[Any, Life]:
+    noted = Life.new(runs.lives / life, LOOPS[name].hints)
+    process = _PROCESSES.Process(
+        target=run, args=(str(noted.path), name, str(runs.directory / run_dir), allowance, evenly)
+    )
     process.start()
     return process, noted

@@ -175,10 +175,11 @@ class Pace:
         if not self._costs:
             self._mark = now
             return False
-        plan = self._followed(loops, now - self._began - self.spent_seconds)
+        before, plan = self._plan, self._followed(loops, now - self._began - self.spent_seconds)
         self._mark = self._clock()
-        self._asking_seconds += self._mark - now
         self.spent_seconds += self._mark - now
+        if self._plan is before:  # else it was placed, which comes with a checkpoint and not with a hint
+            self._asking_seconds += self._mark - now
         own = self.own_seconds()
         if plan is None:
             return self.spent_seconds + self._longest() <= self._allowance * own
@@ -228,7 +229,7 @@ class Pace:
         off = plan is None or abs(own - plan.at_seconds.item(plan.passed)) > _OFF * plan.between_seconds
         if off and loops and (own >= self._ask_at or (plan is not None and plan.passed in plan.chosen)):
             plan = self._plan = self._placed(loops, own)
-            self._ask_at = _AGAIN * own if plan is None else own + _OFF * plan.between_seconds
+            self._ask_at = own + _OFF * plan.between_seconds if plan and plan.chosen else _AGAIN * own
         return plan
 
     def _placed(self, loops: Sequence[LoopPosition], own: float) -> _Plan | None:
