@@ -10,7 +10,7 @@ from cpsr.engines.torch import TorchAdapter
 
 __all__ = ["mixture_job"]
 
-WIDTH, LAYERS, EXPERTS, TOKENS, BATCHES = 192, 4, 16, 128, 64
+WIDTH, LAYERS, EXPERTS, TOKENS, BATCHES = 128, 4, 16, 256, 64
 POPULARITY = 1.5  # spread of the gates' biases: a few experts get most of the tokens
 
 

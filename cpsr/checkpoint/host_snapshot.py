@@ -129,6 +129,7 @@ class Snapshot:
         contents: what it holds of each operator, and where on the disk that is written.
         disk: whether it is to be written; else it is for host memory alone.
         taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
+        part_bytes: of each part of its buffer.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
         lacking: parts that other ranks of this machine hold of this iteration, and this one does not.
         samples: hash of a few elements of each part that ranks share; set by the copying thread.
@@ -149,6 +150,7 @@ class Snapshot:
     contents: Contents = field(default=WHOLE)
     disk: bool = True
     taken_at: Mapping[str, int] = field(default_factory=dict)
+    part_bytes: Mapping[str, int] = field(default_factory=dict)
     source: int | None = None
     lacking: frozenset[str] = frozenset()
     samples: Mapping[str, str] = field(default_factory=dict)
@@ -165,7 +167,6 @@ class Snapshot:
         return [part for part, at in self.taken_at.items() if at == self.iteration]
 
     @property
-    def copied_bytes(self) -> int:
-        """Bytes of what it has copied, and not taken from the snapshot before; once that is complete."""
-        operators = {name: one for name, one in self.shard.operators.items() if one.iteration == self.iteration}
-        return Shard(operators, self.shard.others).state_bytes
+    def copied_bytes(self) -> dict[str, int]:
+        """Bytes of each part that it has copied, and not taken from the snapshot before."""
+        return {part: self.part_bytes.get(part, 0) for part in self.copied_parts}

@@ -1,5 +1,6 @@
 """Parts of a host buffer that are copied, hashed and sent one by one: experts, what ranks share, and the rest."""
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class Parts:
     Attributes:
         segments: cover the buffer without gaps, in its order.
         names: of the parts.
+        bytes: of each part.
     """
 
     def __init__(
@@ -64,6 +66,9 @@ class Parts:
             Segment(part, begin, end) for (part, begin), end in zip(found, ends if found else [], strict=True)
         )
         self.names = frozenset(names)
+        self.bytes = Counter[str]()
+        for segment in self.segments:
+            self.bytes[segment.part] += segment.end - segment.begin
 
     def of(self, operator: str) -> str:
         """The part of an operator."""

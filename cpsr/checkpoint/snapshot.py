@@ -503,7 +503,7 @@ class SnapshotPool:
             older = {part: at for part, at in before.taken_at.items() if part in carried - snapshot.lacking}
             snapshot.source = before.place
         copied = parts.names - older.keys() - snapshot.lacking
-        snapshot.taken_at = {**older, **dict.fromkeys(copied, iteration)}
+        snapshot.taken_at, snapshot.part_bytes = {**older, **dict.fromkeys(copied, iteration)}, parts.bytes
         buffer.held.overwrite(copied | snapshot.lacking)
         return snapshot
 

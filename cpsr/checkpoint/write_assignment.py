@@ -70,7 +70,6 @@ class WriteAssignment:
         replicated: operators of this rank that others hold, too, described.
         share_bytes: what this rank writes of a checkpoint of everything, on average over such ranks.
         non_expert_share_bytes: of it, what is not of experts.
-        non_expert_copied_bytes: what this rank copies to host memory that is not of experts.
 
     Source: pec, section 3.2 (equal sharding of experts, adaptive sharding of the rest).
     """
@@ -119,8 +118,6 @@ class WriteAssignment:
         others = sum(values.nbytes for values in shard.others.values())
         self.non_expert_share_bytes = others + sum(size for name, size in each.items() if name not in units)
         self.share_bytes = others + sum(each.values())
-        copied = shard.operators.keys() - units.keys() - (self.share(None).left or frozenset())
-        self.non_expert_copied_bytes = others + sum(shard.operators[name].state_bytes for name in copied)
 
     def share(self, chosen: Collection[str] | None) -> Share:
         """What others do for this rank; consistent on all ranks, without a collective.

@@ -54,13 +54,8 @@ class InMemory:
         tokens: of this life.
         layers: of the model.
         policy: selects among the experts of all ranks.
-        rest_bytes: of what is no expert, that a snapshot of this rank copies.
         by_bytes: whether the policy goes by bytes; else by K, as many as fit.
         owners: ranks, where each expert lies on one of them; None where several hold parts of one.
-
-    Attributes:
-        copies: that were measured.
-        rest_bytes: as given; less where other ranks copy some of it.
 
     Source: moetion, Algorithm 1 and section 4.2 (local budget); pec, section 3.2 (snapshot-PEC).
     """
@@ -70,18 +65,17 @@ class InMemory:
         tokens: RoutedTokens,
         layers: Sequence[ExpertLayer],
         policy: Policy,
-        rest_bytes: int,
         *,
         by_bytes: bool,
         owners: int | None,
     ) -> None:
         self._tokens, self._layers, self._policy = tokens, tuple(layers), policy
-        self.rest_bytes: float = rest_bytes
         self._by_bytes, self._owners = by_bytes, owners
         self._experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
         self._place = {unit_name(expert): place for place, expert in enumerate(self._experts)}
+        self._own_bytes = sum(layer.experts_per_rank * layer.expert_bytes for layer in layers)  # at most
         self._ends = numpy.cumsum([layer.experts for layer in layers])[:-1]
-        self.copies = CopyBudget()
+        self._copies, self._rest_bytes = CopyBudget(), 0
         self._agreed: Agreed | None = None
         self._step = 0
         self._total = numpy.zeros(len(self._experts))  # tokens so far, as this rank reckons with them
@@ -102,10 +96,15 @@ class InMemory:
         self._total = before if self._owners is None else self._owners * self._seen
         self._note(iteration)
 
+    def copied(self, part_bytes: Mapping[str, int], copy_seconds: float, overlap_seconds: float) -> None:
+        """Learn from a copy to host memory: bytes of each part, and `CopyBudget.note`."""
+        self._copies.note(sum(part_bytes.values()), copy_seconds, overlap_seconds)
+        self._rest_bytes = sum(size for part, size in part_bytes.items() if part not in self._place)
+
     def wanted_bytes(self) -> float | None:
         """Of experts, that an iteration of this rank hides; None until one was measured."""
-        hidden = self.copies.bytes
-        return None if hidden is None else hidden - self.rest_bytes
+        hidden = self._copies.bytes
+        return None if hidden is None else hidden - self._rest_bytes
 
     def agree(self, agreed: Agreed) -> None:
         """From here on."""
@@ -114,7 +113,7 @@ class InMemory:
     def left_out(self, iteration: int) -> frozenset[str]:
         """Operators of this rank that the snapshot of this iteration does not copy; all ranks ask for the same ones."""
         agreed = self._agreed
-        if agreed is None or agreed.expert_bytes is None or not self._tokens.units:
+        if agreed is None or agreed.expert_bytes is None or agreed.expert_bytes >= self._own_bytes:
             self.restart(iteration)
             return frozenset()
         routed = self._routed_since(iteration, agreed)
@@ -137,9 +136,10 @@ class InMemory:
     def _note(self, iteration: int) -> None:
         """Keep what the experts in the snapshot of this iteration have learned from, while it may be sent."""
         self._begun.append(time.perf_counter())
-        kept = {at: tokens for at, tokens in self._held.items() if at < iteration}
-        newest = sorted(kept)[-KEPT_SNAPSHOTS:]
-        self._held = {at: kept[at] for at in newest} | {iteration: self._total - self._unsaved}
+        if self._owners is not None:
+            self._held[iteration] = self._total - self._unsaved
+            if len(self._held) > KEPT_SNAPSHOTS:
+                del self._held[next(iter(self._held))]
 
     # What goes to other machines, in threads of their own
 

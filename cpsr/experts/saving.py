@@ -68,7 +68,6 @@ class ExpertSaving:
             tokens,
             self._layers,
             self._policy,
-            self._non_expert_bytes,
             by_bytes=config.policy == "moetion",
             owners=None if shared_experts(tokens, group) else group.size,
         )
@@ -79,10 +78,9 @@ class ExpertSaving:
         self._writes: deque[float] = deque(maxlen=MEASURED_SAVES)  # bytes per second
         self._interval_seconds = math.nan
 
-    def shares_rest(self, written_bytes: float | None, copied_bytes: float | None = None) -> None:
-        """Bytes beside experts that this rank writes, and copies: other ranks do so with some replicas. None: all."""
+    def shares_rest(self, written_bytes: float | None) -> None:
+        """Bytes beside experts that this rank writes on average; other ranks write some replicas. None: all."""
         self._written_beside_bytes = self._non_expert_bytes if written_bytes is None else written_bytes
-        self.in_memory.rest_bytes = self._non_expert_bytes if copied_bytes is None else copied_bytes
 
     # On every checkpoint
 

@@ -414,7 +414,7 @@ def _write_assignment(
     if group.all(not writes.replicated):
         return None
     if experts is not None:
-        experts.shares_rest(writes.non_expert_share_bytes, writes.non_expert_copied_bytes)
+        experts.shares_rest(writes.non_expert_share_bytes)
     return writes
 
 
