@@ -113,7 +113,9 @@ def scale(
 @bench.command()
 def replay(
     json_path: JsonPath = None,
-    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,repeated,comparison",
+    parts: Annotated[
+        str, typer.Option(help="What is measured, comma-separated.")
+    ] = "windows,stages,repeated,comparison",
     workdir: Workdir = None,
 ) -> None:
     """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
