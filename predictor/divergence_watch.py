@@ -35,7 +35,6 @@ class WatchDecision:
         iteration: iteration of the loss that led to it.
         loss: that loss, in nats.
         level: median of the newest losses.
-        baseline: median of the losses before the failure.
         reason: one sentence for the user.
     """
 
@@ -43,7 +42,6 @@ class WatchDecision:
     iteration: int
     loss: float
     level: float
-    baseline: float
     reason: str
 
 
@@ -109,7 +107,7 @@ class Watch:
         allowed = self._allowed(elapsed)
         if not math.isfinite(loss):
             reason = f"diverged: the training loss is {loss} at iteration {iteration}"
-            return WatchDecision("diverged", iteration, loss, loss, self._baseline, reason)
+            return WatchDecision("diverged", iteration, loss, loss, reason)
         level = statistics.median(self._recent)
         excess = level - self._baseline
         compared = (
@@ -122,7 +120,7 @@ class Watch:
             status = "diverged"
         elif over:
             status = "passed"
-        return WatchDecision(status, iteration, loss, level, self._baseline, f"{status}: {compared}")
+        return WatchDecision(status, iteration, loss, level, f"{status}: {compared}")
 
     def _allowed(self, elapsed: int) -> float:
         remaining = max(0.0, 1.0 - elapsed / self._iterations)

@@ -87,18 +87,18 @@ PIECE_BYTES = 16 << 20  # of one transfer: at this size a disk is as fast as at 
 _stated: set[int] = set()  # devices of which the log states that they refuse
 
 
-def open_direct(path: Path, flags: int, mode: int = 0o600) -> int:
+def open_direct(path: Path, flags: int) -> int:
     """Descriptor of a file with `DIRECT`, or without where the file system refuses that.
 
     Raises:
         OSError: the file cannot be opened either way.
     """
     try:
-        return os.open(path, flags | DIRECT, mode)
+        return os.open(path, flags | DIRECT, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-    descriptor = os.open(path, flags, mode)
+    descriptor = os.open(path, flags, 0o600)
     _state_refusal(descriptor, path)
     return descriptor
 

@@ -13,7 +13,6 @@ the snapshot before, and is not hashed again.
 import ctypes
 import errno
 import json
-import logging
 import mmap
 import os
 import time
@@ -56,8 +55,6 @@ from cpsr.state.codec import SCALARS, encode
 from cpsr.state.shard import Shard
 
 __all__ = ["MemoryFile", "SharedMemory"]
-
-logger = logging.getLogger(__name__)
 
 # A killed process of many gigabytes takes some seconds to end; workers of torch's data loaders, if one has a lock
 # after all, end within 5 s of their parent.

@@ -64,7 +64,6 @@ class StateEntry:
         key: the form as JSON.
         tensors: those with dimensions, by path.
         trees: dicts, lists and tuples, by path.
-        kinds: types of the numbers.
 
     Raises:
         UnsupportedEngineError: an object that is not plain data; the message names it.
@@ -82,7 +81,6 @@ class StateEntry:
             if type(entry) not in (dict, OrderedDict):
                 raise self._refused("its state", entry)
             self.form = ["dict", type(entry) is OrderedDict, [[key, self._form_of(key, entry[key])] for key in entry]]
-        self.kinds = tuple(kind for _, kind in self._numbers.values())
         self._places = [_place(one) for one in self.tensors.values()]
         self.key = json.dumps(self.form)
 

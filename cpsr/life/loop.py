@@ -170,7 +170,6 @@ class Loop:
         from cpsr.learning.learning import Learning  # with the predictor; who imports CPSR does not wait for it
 
         self.adapter = adapter
-        self.loss_fn = loss_fn
         self.events = EventCallbacks()
         self.losses = LossRecorder()
         kept = math.ceil(config.restart.probe_batches / len(adapter.data_parallel_ranks))
