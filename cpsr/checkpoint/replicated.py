@@ -32,7 +32,7 @@ def state_hash(operator: OperatorState) -> str:
     """xxh3-128 of an operator's weights and moments on the host, in hexadecimal."""
     state = xxhash.xxh3_128()
     for values in (operator.parameter.values, *(operator.moments[key] for key in sorted(operator.moments))):
-        state.update(values.detach().reshape(-1).view(torch.uint8).numpy().data)
+        state.update(values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
 
 

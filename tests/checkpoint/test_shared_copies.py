@@ -193,6 +193,14 @@ def test_a_checkpoint_hashes_what_others_copy_from_the_live_tensors(machine: Mac
     machine.close()
 
 
+def test_zeros_that_are_one_number_hash_as_their_copy() -> None:
+    """An engine shows a moment so that the optimizer has yet to create."""
+    one = make_shard(0, SIZES).operators[NAMES[0]]
+    zeros = torch.zeros(1).expand(one.parameter.numel)
+    hashes = {state_hash(replace(one, moments={"exp_avg": values})) for values in (zeros, zeros.clone())}
+    assert len(hashes) == 1
+
+
 def test_a_dump_is_whole_also_where_a_shared_snapshot_of_its_iteration_is_there(machine: Machine) -> None:
     """The other rank may be dead."""
     pool, live = machine.pools[0], machine.live[0]

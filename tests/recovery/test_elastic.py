@@ -272,3 +272,16 @@ def test_a_later_failure_is_predicted_from_what_another_number_of_ranks_saved(jo
     assert recovery is not None
     assert recovery.settings["used_iterations"] == [12, 15, 19]  # of 2 ranks, and the last of 3
     assert recovery.guard["loss"]["accepted"]
+
+
+def test_what_ranks_of_a_machine_have_copied_between_them_is_rescued(job: Job) -> None:
+    options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"]}
+    killed = job.launch(ranks=4, iterations=9, fault="step:all:6", in_memory=5, **options)
+    assert set(killed.statuses) == {-9}, killed.output
+    back = job.launch(ranks=3, iterations=8, survivor_seconds=60.0, **options)
+    assert set(back.statuses) == {0}, back.output[0][-3000:]
+    started = back.result()["started"]
+    assert started["iteration"] in (5, 6)
+    expected = Job(job.directory / "again").launch(ranks=4, iterations=started["iteration"], **options)
+    assert started["whole"] == expected.result()["ended"]["whole"]
+    assert verify_run(job.run_dir) == []
