@@ -126,6 +126,7 @@ class Call:
 
     def due(self, hint: int) -> bool:
         """Whether `save` is to be called at this hint."""
+        now = perf_counter()
         around = ((number, self._loops[number]) for number in self._source.loops_around[hint])
         loops = [(number, loop.position, loop.length) for number, loop in around]
         if self.target:
@@ -137,7 +138,7 @@ class Call:
             self._checked.add(hint)
             self._pace.begin(loops)
             return False
-        self._wanted = self._pace.due(loops)
+        self._wanted = self._pace.due(loops, now)
         return self._wanted or hint not in self._checked
 
     def save(self, hint: int, variables: dict[str, Any]) -> None:

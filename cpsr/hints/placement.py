@@ -161,13 +161,14 @@ class Pace:
         """The function's own time, without checkpoints."""
         return self._clock() - self._began - self.spent_seconds
 
-    def due(self, loops: Sequence[LoopPosition]) -> bool:
+    def due(self, loops: Sequence[LoopPosition], now: float | None = None) -> bool:
         """Whether the hint at which the function has arrived is a checkpoint.
 
         Args:
             loops: around it, outer ones first.
+            now: when it has arrived, by the clock; None: now.
         """
-        now = self._clock()
+        now = self._clock() if now is None else now
         if math.isinf(self._allowance):
             return True
         for number, begun, _ in loops:
