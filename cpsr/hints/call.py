@@ -135,7 +135,6 @@ class Call:
             self.target = 0
             self._arguments.restore_random_states(self._saved["random"])
             self._saved = None
-            self._checked.add(hint)
             self._pace.begin(loops)
             return False
         self._wanted = self._pace.due(loops, now)

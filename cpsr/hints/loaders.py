@@ -13,7 +13,7 @@ from cpsr.errors import NotResumableError
 from cpsr.state.data_recognition import recognisable
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.loader_generators import data_generators, order_generators, restore_states, states_of
-from cpsr.state.loader_kinds import is_a, is_plain, length_of
+from cpsr.state.loader_kinds import is_a, is_plain, length_of, set_epochs, told_epochs
 from cpsr.state.small_state import DataPosition
 
 __all__ = ["LoaderArgument", "Pass", "is_loader"]
@@ -39,7 +39,6 @@ class LoaderArgument:
         self.given = given
         self._loader: Any = given.loader if isinstance(given, ResumableLoader) else given
         loader = self._loader
-        self._begun = False
         self._order, self._data = order_generators(loader), data_generators(loader)
         if (obstacle := _obstacle(loader, draws=bool(self._data))) is not None:
             raise NotResumableError(f"{name} is a {type(loader).__qualname__} {obstacle}")
@@ -49,36 +48,35 @@ class LoaderArgument:
         """Batches of a pass; None: not known."""
         return length_of(self._loader)
 
-    @property
-    def goes_on_between_passes(self) -> bool:
-        """Whether a pass has begun, and the stream, or the data set, has a state that goes on from pass to pass."""
-        return self._begun and (self.given is not self._loader or hasattr(self._loader.dataset, "state_dict"))
-
     def identity(self) -> dict[str, Any]:
         """Plain data that tell it from another one, and its state when the call begins."""
         loader = self._loader
-        samplers = [
-            f"{type(one).__module__}.{type(one).__qualname__}" for one in (loader.sampler, loader.batch_sampler)
-        ]
+        samplers = [_described(one) for one in (loader.sampler, loader.batch_sampler)]
         known = [self.length, loader.batch_size, loader.drop_last, loader.num_workers, samplers, recognisable(loader)]
-        passed = self.given.position.batches if isinstance(self.given, ResumableLoader) else 0
-        return {"loader": known, "random": self.random_states(), "passed": passed}
+        return {"loader": known, "random": self.random_states(), "passed": self.passed()}
 
-    def random_states(self) -> list[dict[str, Any]]:
-        """States of the generators that its order and its data are drawn from."""
-        return [states_of(self._order), states_of(self._data)]
+    def passed(self) -> dict[str, Any]:
+        """Plain data that go on from pass to pass: batches of a stream, and the state of a data set that has one."""
+        batches = self.given.position.batches if isinstance(self.given, ResumableLoader) else 0
+        return {"batches": batches, "data": self._loader.dataset.state_dict() if _has_state(self._loader) else None}
 
-    def restore(self, states: list[dict[str, Any]]) -> None:
+    def random_states(self) -> dict[str, Any]:
+        """States of the generators that its order and its data are drawn from, and the epochs that it was told."""
+        states = {"order": states_of(self._order), "data": states_of(self._data)}
+        return {**states, "epochs": told_epochs(self._loader)}
+
+    def restore(self, states: dict[str, Any]) -> None:
         """Restore what `random_states` returned."""
-        for generators, state in zip((self._order, self._data), states, strict=True):
-            restore_states(generators, state)
+        restore_states(self._order, states["order"])
+        restore_states(self._data, states["data"])
+        set_epochs(self._loader, states["epochs"])
 
     def begin_pass(self) -> ResumableLoader:
         """A new pass."""
-        self._begun = True
         if isinstance(self.given, ResumableLoader):
             return self.given
-        return ResumableLoader(self._loader, DataPosition(), until_epoch=1, sets_epoch=False)
+        drawn = self._order, self._data
+        return ResumableLoader(self._loader, DataPosition(), until_epoch=1, sets_epoch=False, generators=drawn)
 
 
 class Pass:
@@ -121,7 +119,21 @@ def _obstacle(loader: Any, *, draws: bool) -> str | None:
         return "with in_order=False: leave that out"
     if loader.num_workers and draws:
         return "whose workers draw from copies of a generator: draw from torch's, NumPy's or Python's global one there"
+    if is_plain(loader) and _has_state(loader):
+        return "over a data set that has a state: give torchdata's StatefulDataLoader"
     if not is_plain(loader) and not is_a(loader, "torchdata", "StatefulDataLoader"):
         kind = "an iterable data set" if isinstance(loader.dataset, IterableDataset) else "an iteration of its own"
         return f"with {kind}, whose position is not known: give torchdata's StatefulDataLoader"
     return None
+
+
+def _has_state(loader: Any) -> bool:
+    return hasattr(loader.dataset, "state_dict")
+
+
+def _described(sampler: Any) -> list[Any]:
+    """Its class, and of torch's the settings; another one's numbers may be counts."""
+    kind = type(sampler)
+    given = {**vars(sampler), "epoch": None} if kind.__module__.startswith("torch.") else {}
+    settings = {name: one for name, one in given.items() if type(one) in (bool, int, float)}
+    return [f"{kind.__module__}.{kind.__qualname__}", settings]

@@ -241,13 +241,15 @@ class Pace:
         at = own + np.cumsum([0.0, *ahead])
         end = float(at[-1])
         left = self._left(own, end) - (self._longest() - self._usual())
-        count = max(0, math.floor(left / self._usual()))
+        count = min(max(0, math.floor(left / self._usual())), len(at))
         between = (end - self._saved_at) / (count + 1)
+        until = end
         if count > _WINDOW:
             count = _WINDOW
             at = at[at <= max(own, self._saved_at + (count + 1) * between)]
+            until = float(at[-1]) if len(at) > 1 else own + between  # which is late
         nth = -(-len(at) // (_CANDIDATES * (count + 1)))
         since = at - self._saved_at
         early = int((at[::nth] < self._earliest()).sum())
-        chosen = place(since[::nth].tolist()[early:], float(since[-1]), count, _RARE * end)
+        chosen = place(since[::nth].tolist()[early:], until - self._saved_at, count, _RARE * end)
         return _Plan(loops[0][0], loops[0][1], at, end, {nth * (early + one) for one in chosen}, between)

@@ -84,7 +84,9 @@ class Repetitions:
             rest, whole = inside, np.concatenate([self._current, inside])
         else:
             return None
-        if length is None or len(whole) * (length - self._position) > HINTS_MAX or not whole.any():
+        if length is None or self._position > length:  # a list that grows, or a stream of several passes
+            return None
+        if len(whole) * (length - self._position) > HINTS_MAX or not whole.any():
             return None
         expected = self._expected(np.arange(self._position + 1, length + 1), float(whole.sum()))
         return np.concatenate([rest, np.outer(expected / whole.sum(), whole).ravel()])

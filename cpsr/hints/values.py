@@ -74,6 +74,7 @@ class Arguments:
         self.parts: list[_Part] = []
         self.numbers: dict[int, int] = {}
         self.loaders: dict[int, LoaderArgument] = {}
+        self._passed: dict[int, str] = {}  # hash of what goes on from pass to pass, when the call began
         self.identity: dict[str, str] = {}
         for name, value in values.items():
             text = json.dumps(self._described(value, f"the argument '{name}'"))
@@ -99,6 +100,7 @@ class Arguments:
             return [kind, found]
         if is_loader(value):
             self.loaders[id(value)] = loader = LoaderArgument(value, name)
+            self._passed[id(value)] = _digest(loader.passed(), name)
             self.parts.append(_Part(name, value, None))
             return [kind, _digest(loader.identity(), name)]
         if not isinstance(value, _GENERATORS) and not _is_stateful(value):
@@ -133,14 +135,15 @@ class Arguments:
             loader.restore(state)
 
     def require_inside(self, sources: Sequence[Any]) -> None:
-        """Refuse a hint between two passes of a loader whose data have a state of their own.
+        """Refuse a hint outside a loop over a stream, or over data with a state, that has gone on since the begin.
 
         Args:
             sources: what the loops around the hint go over.
         """
-        for loader in self.loaders.values():
-            if loader.goes_on_between_passes and not any(one is loader.given for one in sources):
-                name = type(loader.given).__qualname__
+        for number, loader in self.loaders.items():
+            name = type(loader.given).__qualname__
+            inside = any(one is loader.given for one in sources)
+            if not inside and _digest(loader.passed(), name) != self._passed[number]:
                 raise NotResumableError(
                     f"the position of the {name} between two passes is not known: move the hint into the loop over it"
                 )

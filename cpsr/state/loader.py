@@ -35,6 +35,8 @@ from cpsr.state.loader_kinds import (
     is_plain,
     is_repeating,
     length_of,
+    set_epochs,
+    told_epochs,
     with_epochs,
 )
 from cpsr.state.loader_passes import (
@@ -118,6 +120,7 @@ class ResumableLoader(Iterator[Any]):
             does that.
         hooks: callbacks.
         after: the stream that has given a whole pass of this loader before, in this process.
+        generators: of its order and of its data, as at the begin; None: those of `after`, or found now.
 
     Attributes:
         left: whether the `for` loop over the stream has ended, also before the end of the pass.
@@ -132,16 +135,18 @@ class ResumableLoader(Iterator[Any]):
         sets_epoch: bool = True,
         hooks: LoaderHooks | None = None,
         after: "ResumableLoader | None" = None,
+        generators: tuple[dict[str, Stateful], dict[str, Stateful]] | None = None,
     ) -> None:
         self.loader = loader
         self._loader = loader = getattr(loader, "loader", loader) if is_repeating(loader) else loader
         self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)
         # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.
-        self._generators: dict[str, Stateful] = order_generators(loader) if after is None else after._generators
-        self._data_generators: dict[str, Stateful] = (
-            data_generators(loader) if after is None else after._data_generators
-        )
+        if generators is None and after is not None:
+            generators = after._generators, after._data_generators
+        found = generators or (order_generators(loader), data_generators(loader))
+        self._generators: dict[str, Stateful] = found[0]
+        self._data_generators: dict[str, Stateful] = found[1]
         self._state: LoaderState = LoaderState(loader) if after is None else after._state
         # Of the iterator, and after a pass of the last one.
         self._workers: InTurn | None = None if after is None else after._workers_after()
@@ -188,8 +193,7 @@ class ResumableLoader(Iterator[Any]):
         self._iterator, self._moved, self.position = None, True, position
         if self._is_of_one_pass:
             self._until_epoch = position.epoch + 1
-        for holder in with_epochs(self._loader):
-            holder.set_epoch((position.states or {}).get("epochs", [0])[0])
+        set_epochs(self._loader, (position.states or {}).get("epochs", []))
         self._iterator = self._open()
 
     def open(self) -> None:
@@ -522,7 +526,11 @@ class ResumableLoader(Iterator[Any]):
             self.position = replace(self.position, batches_per_epoch=self._length)
 
     def _capture(self) -> dict[str, Any]:
-        return {"host": capture_host_rng(), "generators": states_of(self._generators), "epochs": self._epochs()}
+        return {
+            "host": capture_host_rng(),
+            "generators": states_of(self._generators),
+            "epochs": told_epochs(self._loader),
+        }
 
     def data_states(self) -> dict[str, Any]:
         """States of the generators that the data set keeps, for the next batch; in worker processes they are others."""
@@ -541,15 +549,10 @@ class ResumableLoader(Iterator[Any]):
         """Restore what `data_states` returned."""
         restore_states(self._data_generators, states)
 
-    def _epochs(self) -> list[int]:
-        """The epochs last set with `set_epoch`, for samplers and data sets that expose them."""
-        holders = with_epochs(self._loader)
-        return [holder.epoch for holder in holders if isinstance(getattr(holder, "epoch", None), int)]
-
     def _restore_epoch(self, states: dict[str, Any]) -> None:
         """Continue a pass in its own order, even if the user's loop has set another epoch."""
         saved = states.get("epochs", [])
-        now = self._epochs()
+        now = told_epochs(self._loader)
         if self._sets_epoch or now == saved or len(set(saved)) != 1:
             return
         logger.warning(

@@ -17,6 +17,8 @@ __all__ = [
     "length_of",
     "rebuilt",
     "samplers_of",
+    "set_epochs",
+    "told_epochs",
     "with_epochs",
 ]
 
@@ -113,6 +115,22 @@ def with_epochs(loader: Iterable[Any]) -> list[Any]:
     """The samplers and the data set that have `set_epoch`."""
     dataset = [loader.dataset] if isinstance(loader, DataLoader) else []
     return [one for one in (*samplers_of(loader), *dataset) if callable(getattr(one, "set_epoch", None))]
+
+
+def told_epochs(loader: Iterable[Any]) -> list[int]:
+    """The epochs last set with `set_epoch`, of those that expose them."""
+    return [one.epoch for one in with_epochs(loader) if _tells_epoch(one)]
+
+
+def set_epochs(loader: Iterable[Any], epochs: Iterable[int]) -> None:
+    """Set what `told_epochs` returned."""
+    for one, epoch in zip(filter(_tells_epoch, with_epochs(loader)), epochs, strict=False):
+        if one.epoch != epoch:
+            one.set_epoch(epoch)
+
+
+def _tells_epoch(one: Any) -> bool:
+    return isinstance(getattr(one, "epoch", None), int)
 
 
 def samplers_of(loader: Iterable[Any]) -> list[Any]:

@@ -123,6 +123,13 @@ def test_a_call_goes_on_and_the_next_one_begins_anew(made: Made, tmp_path: Path)
     assert module.f.resumed_from is None
 
 
+def test_a_call_that_goes_on_from_its_first_checkpoint_makes_more(made: Made, tmp_path: Path) -> None:
+    """A first look tells what the next one may cost; by this allowance all hints after it are checkpoints."""
+    for killed, newest in ((2, 1), (3, 2)):
+        killed_at(made(allowance=1e9), killed, 6, [])
+        assert checkpoints(tmp_path)[-1] == f"step-000000000{newest}"
+
+
 @pytest.mark.parametrize(
     ("changes", "arguments", "words"),
     [

@@ -15,7 +15,7 @@ from cpsr.hints import resumable
 from tests.hints.programs import Program, module_of, seed
 
 TEXT = """
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from cpsr.state.loader import ResumableLoader
 from cpsr.state.small_state import DataPosition
@@ -48,13 +48,38 @@ class Counting(IterableDataset):
     def load_state_dict(self, state):
         self.next = state["next"]
 
+class Counted(Noisy):
+    state_dict, load_state_dict = Counting.state_dict, Counting.load_state_dict
+
+class Passes(Sampler):
+    def __init__(self):
+        self.passes = 0
+    def __iter__(self):
+        self.passes += 1
+        return iter([index * self.passes % 7 for index in range(10)])
+    def __len__(self):
+        return 10
+
+class Told(Passes):
+    def set_epoch(self, epoch):
+        self.passes = epoch
+
+class Epochs(Noisy):
+    def __init__(self):
+        super().__init__()
+        self.epoch = 0
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+    def __getitem__(self, index):
+        return self.rows[index] + 100 * self.epoch
+
 def generator():
     return torch.Generator().manual_seed(7)
 
 def over(loader, epochs):
     seen = []
     for epoch in range(epochs):
-        if isinstance(loader.sampler, DistributedSampler):
+        if isinstance(loader.sampler, DistributedSampler | Told):
             loader.sampler.set_epoch(epoch)
         for batch in loader:
             seen.append((batch.tolist(), random.random(), float(torch.rand(()))))
@@ -65,6 +90,8 @@ def over(loader, epochs):
 def between(loader, epochs):
     seen = []
     for epoch in range(epochs):
+        if isinstance(loader.sampler, DistributedSampler):
+            loader.sampler.set_epoch(epoch + 1)
         for batch in loader:
             seen.append(batch.tolist())
             if len(seen) % 3 == 2:
@@ -75,10 +102,10 @@ def between(loader, epochs):
             seen.append(batch.tolist())
     return seen
 
-def twice(loader):
+def unseen(loader):
     for _ in range(2):
         for batch in loader:
-            hint()
+            break
         hint()
 
 def nested(loader):
@@ -101,7 +128,9 @@ LOADERS = {
     "generator and workers": "DataLoader(Noisy(), 3, shuffle=True, num_workers=2, generator=generator())",
     "replacement": "DataLoader(Noisy(), 4, sampler=RandomSampler(range(10), True, 11, generator()))",
     "drawing": "DataLoader(Drawing(), 4, shuffle=True)",
-    "distributed": "DataLoader(Noisy(), 2, sampler=DistributedSampler(range(10), 2, 1))",
+    "distributed": "DataLoader(Epochs(), 2, sampler=DistributedSampler(range(10), 2, 1))",
+    "counting sampler": "DataLoader(Noisy(), 4, sampler=Passes())",
+    "told sampler": "DataLoader(Noisy(), 4, sampler=Told())",
     "torchdata": "StatefulDataLoader(Noisy(), 4, shuffle=True)",
     "torchdata and workers": "StatefulDataLoader(Noisy(), 4, shuffle=True, num_workers=2)",
     "torchdata and generator": "StatefulDataLoader(Noisy(), 4, shuffle=True, generator=generator())",
@@ -135,6 +164,7 @@ REFUSED = {
     "in_order": "DataLoader(Noisy(), 4, num_workers=1, in_order=False)",
     "draw from copies of a generator": "DataLoader(Drawing(), 4, num_workers=1)",
     "an iterable data set": "DataLoader(Counting(), 4)",
+    "data set that has a state": "DataLoader(Counted(), 4)",
 }
 
 
@@ -144,9 +174,10 @@ def test_a_loader_that_would_not_go_on_exactly_is_refused(module: ModuleType, wo
         Program(module.over).interrupted(lambda: {"loader": made(module, REFUSED[words]), "epochs": 1})
 
 
-def test_a_hint_between_passes_over_data_with_a_state_is_refused(module: ModuleType) -> None:
+@pytest.mark.parametrize("loader", ["data with a state", "stream"])
+def test_a_hint_after_batches_that_no_checkpoint_knows_is_refused(module: ModuleType, loader: str) -> None:
     with pytest.raises(NotResumableError, match="between two passes is not known: move the hint"):
-        Program(module.twice).interrupted(lambda: {"loader": made(module, LOADERS["data with a state"])})
+        Program(module.unseen).interrupted(lambda: {"loader": made(module, LOADERS[loader])})
 
 
 def test_a_loader_that_a_loop_around_goes_over_is_refused(module: ModuleType) -> None:

@@ -113,10 +113,24 @@ def test_checkpoints_are_where_one_who_knew_all_times_would_place_them(
     assert recovery(taken, end, 1e3 * end) <= 1.05 * recovery(best, end, 1e3 * end)
 
 
-def test_where_the_length_is_not_known_the_allowance_is_used_and_kept() -> None:
+@pytest.mark.parametrize("seconds", [[5.0] * 100, [500.0, *[0.1] * 99]])
+def test_where_more_checkpoints_are_allowed_than_there_are_hints_nearly_all_are(seconds: list[float]) -> None:
     clock = Clock()
     pace = Pace(0.1, COST, clock)
-    taken = run(pace, clock, nested(5, 50, 0.02, 0.02, known=False), itertools.repeat(COST))
+    steps: Iterator[Arrival] = ((one, [(1, i, 100)]) for i, one in enumerate(seconds, 1))
+    assert len(run(pace, clock, steps, itertools.repeat(COST))) >= 98
+
+
+def growing() -> Iterator[Arrival]:
+    """A list to which the loop adds: it had one item when the loop began."""
+    return ((0.02, [(1, i, 1)]) for i in range(1, 256))
+
+
+@pytest.mark.parametrize("program", [nested(5, 50, 0.02, 0.02, known=False), growing()])
+def test_where_the_length_is_not_known_the_allowance_is_used_and_kept(program: Iterator[Arrival]) -> None:
+    clock = Clock()
+    pace = Pace(0.1, COST, clock)
+    taken = run(pace, clock, program, itertools.repeat(COST))
     gaps = [after - before for before, after in itertools.pairwise([0.0, *taken, pace.own_seconds()])]
     assert pace.own_seconds() == pytest.approx(5.1)
     assert pace.spent_seconds <= 0.1 * pace.own_seconds()
