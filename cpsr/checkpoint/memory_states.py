@@ -59,7 +59,7 @@ __all__ = [
 ]
 __all__ += ["WINDOWS", "HeldOperator", "HeldPart", "Kind", "Left", "MemoryState", "OpenState", "SlabSize"]
 __all__ += ["belong_together", "describe", "fill"]
-__all__ += ["hash_of", "load_states", "open_own", "owned_word", "room_for_memory_state", "size_of"]
+__all__ += ["hash_of", "identity", "load_states", "open_own", "owned_word", "room_for_memory_state", "size_of"]
 __all__ += ["verify_memory_state", "write_at"]
 
 logger = logging.getLogger(__name__)
@@ -127,14 +127,20 @@ class HeldPart(NamedTuple):
     """A part of a rank's weights and moments, to be compared with that of another rank.
 
     Attributes:
-        name: of the part.
+        name: of the part, with a hash of its tensors' names, slices and types: ranks may hold other slices of
+            one expert.
         sample: hash of a few of its elements, with the life and branch; empty where no rank lacks a part.
-        word: hash of what it is and of all its bytes; empty where the state lacks it.
+        word: hash of all its bytes; empty where the state lacks it.
     """
 
     name: str
     sample: str
     word: str
+
+    @property
+    def of(self) -> str:
+        """The part of the buffer."""
+        return self.name.rpartition(" ")[0]
 
     def is_given_by(self, other: "HeldPart") -> bool:
         """Whether another state has this part, and the two are alike as far as they say."""
@@ -231,24 +237,25 @@ class MemoryState:
         """Parts of weights and moments that it holds, lacks, or belongs to; CheckpointError as of `tensors`."""
         if self.kind == "small":
             return tuple(HeldPart(*one) for one in json.loads(self.owned))
-        described, first, operators = dict[str, list[object]](), dict[int, str](), {**self.operators, **self.lacking}
+        described, first, operators = dict[str, list[str]](), dict[int, str](), {**self.operators, **self.lacking}
+        digests = dict[str, list[str]]()
         for one in self.placed:
             if (name := operator_of(one.name)) in operators:
                 part = operators[name].part
                 what = one.name, one.shape, dtype_name(one.dtype), _slice(operators[name])
-                described.setdefault(part, []).append(what)
+                described.setdefault(part, []).append(repr(what))
                 if one.end > one.first:
                     first[one.first - self.size.header_bytes] = part
         segments = zip(json.loads(self.index["segments"]), json.loads(self.index["hashes"]), strict=True)
         for (begin, _), digest in segments:
             if begin in first:
-                described[first[begin]].append(digest)
+                digests.setdefault(first[begin], []).append(digest)
         held, samples = {one.part for one in self.operators.values()}, json.loads(self.index["samples"])
         return tuple(
             HeldPart(
-                part,
+                f"{part} {xxhash.xxh3_64_hexdigest(repr(sorted(what)).encode())}",
                 f"{self.life}.{self.branch}.{samples[part]}" if part in samples else "",
-                xxhash.xxh3_64_hexdigest(repr(what).encode()) if part in held else "",
+                xxhash.xxh3_64_hexdigest(repr(digests.get(part)).encode()) if part in held else "",
             )
             for part, what in described.items()
         )
@@ -368,7 +375,8 @@ def _gives(state: MemoryState, own: MemoryState, name: str) -> bool:
     """Whether an operator is read from this state. Experts of other ranks may have the name of one that is lacking."""
     if state is own or own.kind == "small" or name not in state.operators:
         return name in state.operators
-    return name in own.lacking and own.lacking[name].part == state.operators[name].part
+    one, other = own.lacking.get(name), state.operators[name]
+    return one is not None and (one.part, _slice(one)) == (other.part, _slice(other))
 
 
 @dataclass(frozen=True)
@@ -575,6 +583,15 @@ def hash_of(header: bytes | memoryview, behind: bytes | memoryview) -> str:
     state.update(memoryview(header)[HASH_PLACE.stop :])
     state.update(behind)
     return state.hexdigest()
+
+
+def identity() -> str | None:
+    """Which shared memory this process sees: containers of one host name have their own. None where there is none."""
+    try:
+        found = SHARED_MEMORY.stat()
+    except OSError:
+        return None
+    return f"{found.st_dev} {found.st_ino}"
 
 
 def size_of(path: Path) -> int:

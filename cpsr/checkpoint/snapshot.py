@@ -359,10 +359,8 @@ class SnapshotPool:
     def _seal_running(self, iteration: int, deadline: Deadline) -> None:
         """Use the running snapshot, if it is this state: it has all scalars. Take back what the loop has disturbed."""
         running = self._running
-        if running is not None:
-            found = running[0]
-            if found.iteration != iteration or found.source is not None or found.lacking:
-                running = None
+        if running is not None and (running[0].iteration != iteration or running[0].source is not None):
+            running = None
         try:
             if running is not None:
                 running[1].result(deadline)

@@ -63,7 +63,7 @@ class WriteAssignment:
         units: operator -> its expert, by the same name on all ranks; of experts' parameters alone.
         data_parallel_ranks: this rank's group, itself included.
         group: all ranks.
-        shared: whether the ranks of a machine divide the copies.
+        memory: this machine's shared memory, see `identity`; None: ranks do not divide the copies.
 
     Attributes:
         units: replicated operator -> its part of a host buffer.
@@ -81,14 +81,14 @@ class WriteAssignment:
         data_parallel_ranks: Sequence[int],
         group: Group,
         *,
-        shared: bool = False,
+        memory: str | None = None,
     ) -> None:
         parameters: dict[str, list[OperatorState]] = {}
         for name, unit in units.items():
             parameters.setdefault(unit, []).append(shard.operators[name])
         own = {unit: (_hash(ones), sum(one.state_bytes for one in ones)) for unit, ones in parameters.items()}
         rest = _hash(one for name, one in shard.operators.items() if name not in units)
-        gathered = group.gather([rest, own])
+        gathered = group.gather([rest, own, memory])
         experts: dict[int, _Experts] = {
             rank: {unit: (described, size) for unit, (described, size) in gathered[rank][1].items()}
             for rank in sorted(data_parallel_ranks)
@@ -108,8 +108,11 @@ class WriteAssignment:
         self._sizes = {run: sum(sizes[name] for name in names) for run, names in self._runs.items()}
         in_runs = {name: run for run, names in self._runs.items() for name in names}
         self.units = in_runs | {name: units[name] for name in self.replicated if name in units}
-        here = {rank: held for rank, held in experts.items() if group.nodes[rank] == group.nodes[group.rank]}
-        self._here = [rank for rank in self._ranks if rank in here] if shared and len(here) > 1 else []
+        places = {rank: (group.nodes[rank], gathered[rank][2]) for rank in experts}
+        here = {rank: held for rank, held in experts.items() if places[rank] == places[group.rank]}
+        # All or none take samples, also one that is alone on its machine: a restart compares them with those of others.
+        shared = all(one[2] is not None for one in gathered) and len({*places.values()}) < len(places)
+        self._here = [rank for rank in self._ranks if rank in here] if shared else []
         copiers = _owners(here, owners)
         self._experts_left = {name for name, unit in units.items() if copiers[unit, own[unit][0]].rank != group.rank}
         self._copied = _bytes_of_owners(here, copiers)

@@ -14,7 +14,7 @@ from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.commit import Missing, claim_life
 from cpsr.checkpoint.frozen_files import FrozenFiles
-from cpsr.checkpoint.memory_states import BUFFERS
+from cpsr.checkpoint.memory_states import BUFFERS, identity
 from cpsr.checkpoint.progress import mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
@@ -409,8 +409,8 @@ def _write_assignment(
             )
         return None
     units = experts_of(adapter.mixture, shard.operators) if experts is None else experts.units
-    on_host = group.all(not any(tensor.is_cuda for _, tensor in shard.tensors()))
-    writes = WriteAssignment(shard, units, adapter.data_parallel_ranks, group, shared=on_host)
+    memory = None if any(tensor.is_cuda for _, tensor in shard.tensors()) else identity()
+    writes = WriteAssignment(shard, units, adapter.data_parallel_ranks, group, memory=memory)
     if group.all(not writes.replicated):
         return None
     if experts is not None:

@@ -79,6 +79,7 @@ class _Slot:
 
     Attributes:
         layout: of the parts; another one has other bytes at the same place.
+        branch: of the life; the run has left those before.
         digests: of each segment.
         taken_at: iteration of each part.
         tokens: that each expert there has learned from; None: not known.
@@ -87,6 +88,7 @@ class _Slot:
     """
 
     layout: tuple[str, str]
+    branch: int
     digests: list[str]
     taken_at: dict[str, int]
     tokens: NDArray[numpy.float64] | None
@@ -127,9 +129,9 @@ class Sending:
         digests, taken_at = json.loads(state.index["hashes"]), json.loads(state.index["taken_at"])
         tokens = self._experts.held_tokens(state.iteration)
         now = self._next = _Slot(
-            layout, digests, taken_at, tokens, None if tokens is None else numpy.zeros(len(tokens))
+            layout, state.branch, digests, taken_at, tokens, None if tokens is None else numpy.zeros(len(tokens))
         )
-        if slot is None or slot.layout != layout:
+        if slot is None or (slot.layout, slot.branch) != (layout, state.branch):
             return whole
         now.number = slot.number + 1
         parts, segments = self._parts_of(state), json.loads(layout[1])

@@ -456,8 +456,8 @@ def _kept(job: Job, window: MemoryState, obstacle: str | None) -> tuple[Kept, _B
         and state.place != "replica"
         and verify_memory_state(state) is None
     ]
-    whole = (one for one in own if one.kind in ("departure", "snapshot") and one.oldest_iteration == one.iteration)
-    states = {one.iteration: one for one in whole}
+    held = [one for one in own if one.kind in ("departure", "snapshot") and one.oldest_iteration == one.iteration]
+    states = {one.iteration: one for one in held if not one.lacking}
     logs = {one.iteration: one for one in own if one.kind == "upstream"}
     logged = window.iteration
     while logged + 1 in logs:

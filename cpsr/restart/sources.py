@@ -406,7 +406,8 @@ def _lacked(own: MemoryState, other: MemoryState) -> MemoryState | None:
     """What another rank's snapshot has of one that lacks it, not verified; None: nothing."""
     if other.kind != "snapshot" or other.iteration != own.iteration or not belong_together(own.parts, other.parts):
         return None
-    given = {part.name for part in other.parts if any(one.is_given_by(part) for one in own.parts if not one.word)}
+    wanted = {part.name: part for part in own.parts if not part.word}
+    given = {part.of for part in other.parts if part.name in wanted and wanted[part.name].is_given_by(part)}
     operators = {
         name: one
         for name, one in other.operators.items()

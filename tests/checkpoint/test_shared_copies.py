@@ -1,8 +1,10 @@
 """Ranks of a machine that hold the same copy a share of it each: what each holds, and what a restart reads."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +17,11 @@ from cpsr.checkpoint.memory_states import MemoryState, load_states, room_for_mem
 from cpsr.checkpoint.replicated import state_hash
 from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import SnapshotPool
+from cpsr.checkpoint.tiers import Entry, decide
+from cpsr.checkpoint.write_assignment import WriteAssignment
 from cpsr.errors import CheckpointError
 from cpsr.ranks.group import Group
+from cpsr.replay.stages import _kept
 from cpsr.restart.experts import load_nearer_experts
 from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
@@ -211,15 +216,84 @@ def test_a_dump_is_whole_also_where_a_shared_snapshot_of_its_iteration_is_there(
         if iteration == 4:
             pool.finish()
             pool.settle()
+            assert kept(machine) == {}, "a stage at rest goes on with a state that it has whole"
         assert pool.dump(lambda: live, iteration, lambda: {"of": 0}) == iteration
         states = [one for one in Arena(machine.run_id).list() if one.iteration == iteration]
+        assert [one.kind for one in states if one.lacking] == ["snapshot"], "with it all ranks come back exactly"
         (dump,) = [one for one in states if one.kind == "departure"]
+        assert kept(machine)[iteration] == dump
         load_states([dump], found := make_shard(99, SIZES))
         assert_same_bits(found, machine.at(0, iteration))
         pool.finish()
         assert begun is not None
         pool.release(begun)
     machine.close()
+
+
+def test_ranks_that_hold_other_slices_of_an_expert_are_joined_in_the_rest(machine: Machine) -> None:
+    for rank, live in enumerate(machine.live):
+        machine.pools[rank].close()
+        operator = live.operators[EXPERT]
+        live.operators[EXPERT] = replace(operator, parameter=replace(operator.parameter, offset=rank * SIZES[3]))
+        machine.pools[rank] = SnapshotPool(live, 3, SharedMemory(machine.run_id, rank, 1), UNITS)
+    machine.train(4)
+    machine.live[1].operators[EXPERT].parameter.values.add_(1.0)
+    for rank, pool in enumerate(machine.pools):
+        contents = machine.contents(rank)
+        left = (contents.left or frozenset()) - {EXPERT}
+        assert pool.begin(machine.live[rank], 4, {"of": rank}, replace(contents, left=left), disk=False) is not None
+        pool.finish()
+        pool.settle()
+    states = {one.name: one for one in machine.states(4)}
+    entries = [Entry(one.rank, 4, "snapshot", "here", name, one.parts) for name, one in states.items()]
+    found = decide(["here"] * RANKS, entries, None, None, alike=range(RANKS)).exact
+    assert len(found) == RANKS
+    for rank, source in enumerate(found):
+        live = machine.live[rank]
+        room = room_for_memory_state(states[source.entries[0].name])
+        load_states([states[entry.name] for entry in source.entries], room)
+        assert_same_bits(room, live)
+    machine.close()
+
+
+def kept(machine: Machine) -> dict[int, MemoryState]:
+    """The states of rank 0 with which a stage may rest."""
+    adapter = SimpleNamespace(pipeline=SimpleNamespace(stage=0))
+    job: Any = SimpleNamespace(
+        adapter=adapter, run=SimpleNamespace(run_id=machine.run_id), group=SimpleNamespace(rank=0)
+    )
+    return dict(_kept(job, MemoryState(Path(), 0, 0, 1, "window"), None)[1])
+
+
+class Ranks:
+    """Of ranks that hold the same, one."""
+
+    def __init__(self, nodes: Sequence[str], rank: int, memories: Sequence[str]) -> None:
+        self.nodes, self.rank, self._memories = nodes, rank, memories
+
+    def gather(self, own: Any) -> list[Any]:
+        return [[*own[:2], memory] for memory in self._memories]
+
+
+def left_by(nodes: Sequence[str], memories: Sequence[str]) -> list[frozenset[str] | None]:
+    """By rank, what others copy."""
+    shard, ranks = make_shard(0, SIZES), range(len(nodes))
+    groups: list[Any] = [Ranks(nodes, rank, memories) for rank in ranks]
+    return [
+        WriteAssignment(shard, {EXPERT: "expert"}, ranks, group, memory=memories[group.rank]).share(None).left
+        for group in groups
+    ]
+
+
+def test_ranks_share_where_they_see_one_memory_and_all_take_samples_where_some_do() -> None:
+    first, second, alone = left_by("aab", "xxx")
+    assert first is not None
+    assert second is not None
+    assert not first & second
+    assert first | second == {*NAMES}
+    assert alone == frozenset(), "a restart compares its state with theirs"
+    assert left_by("abc", "xxx") == [None] * 3
+    assert left_by("aa", "xy") == [None] * 2, "containers of one host"
 
 
 def test_a_rank_copies_what_it_writes(machine: Machine) -> None:
