@@ -121,7 +121,6 @@ class ExpertSaving:
         measured = self._group.gather(self.in_memory.wanted_bytes())
         self._take()
         self._agree_in_memory(measured)
-        self._history.mark()
 
     def _agree_in_memory(self, measured: Sequence[float | None]) -> None:
         known = [one for one in measured if one is not None]

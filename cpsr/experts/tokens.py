@@ -66,7 +66,7 @@ class TokenHistory:
         self.reach(iteration)
         self._saved_at[mask] = iteration
         self._ages = numpy.where(mask, 0.0, self._ages + 1)
-        self.mark()
+        self._mark()
 
     @property
     def unsaved_tokens(self) -> PerExpert:
@@ -120,7 +120,7 @@ class TokenHistory:
         self._booked_until = min(self._booked_until, self.iteration)
         self._saved_at[:] = self.iteration
         self._ages[:] = 0
-        self.mark()
+        self._mark()
 
     def state_dict(self) -> dict[str, Any]:
         """Iterations and sums of the points, the present one last."""
@@ -154,7 +154,7 @@ class TokenHistory:
         """One array `(experts,)` for each layer of one `(experts of all layers,)`."""
         return tuple(numpy.split(values, self._ends))
 
-    def mark(self) -> None:
+    def _mark(self) -> None:
         """Make this iteration a point; drop those at which no expert was saved, except the newest ones."""
         self._points[self.iteration] = self._sums.copy()
         kept = {*self._saved_at.tolist(), *sorted(self._points)[-POINTS_KEPT:]}

@@ -178,6 +178,19 @@ class TestChoosing:
             seen.update(saving.choose(iteration, whole=False) or ())
         assert seen == set(saving.units.values())
 
+    @pytest.mark.parametrize("agrees", [False, True])
+    def test_snapshots_in_memory_change_no_checkpoint(self, agrees: bool) -> None:
+        """4 + 8 of 32 tokens are at risk with two experts, since a prediction may lose those of an interval, too."""
+        job = Job((4,), policy="dynamic_k", lost_portion_limit=0.4)
+        for _ in range(6):
+            job.train([1, 1, 1, 1])
+        job.save(whole=True)
+        job.train([1, 1, 1, 1])
+        if agrees:
+            job.saving.agree_in_memory()
+        assert len(job.saved_after([1, 1, 1, 1]) or ()) == 2
+        assert job.saving.tokens.local().tolist() == [8, 8, 8, 8]
+
 
 class TestBudgets:
     def test_as_many_as_the_disk_takes_once_it_was_measured(self) -> None:

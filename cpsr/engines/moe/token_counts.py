@@ -102,6 +102,7 @@ class HookedTokenCounts:
         self._open: _Sums = {}
         self._ended: list[tuple[int, _Sums]] = []
         self._sent = 0  # of these, on their way for `local`
+        self._is_followed = False  # by `local`
         self._on_way: deque[_Row] = deque()
         self._local = numpy.zeros(sum(layer.experts for layer in layers), dtype=numpy.int64)
         self._handles: list[RemovableHandle] = [
@@ -143,7 +144,7 @@ class HookedTokenCounts:
         ends = numpy.cumsum([layer.experts for layer in self._layers])[:-1]
         rows = zip(self._ended, table.cpu().numpy(), strict=True)
         taken = [Counted(iteration, numpy.split(row, ends)) for (iteration, _), row in rows]
-        if self._sent:
+        if self._is_followed:
             self._send()
         self._ended, self._sent = [], 0
         return taken
@@ -153,6 +154,7 @@ class HookedTokenCounts:
 
         Nothing waits: those that a device has still to send are in what a later call gives.
         """
+        self._is_followed = True
         self._send()
         while self._on_way and self._on_way[0].here:
             self._local = self._local + self._on_way.popleft().values()
