@@ -22,7 +22,7 @@ from cpsr.journal import JournalReader
 __all__ = ["main"]
 
 WIDTH, LAYERS, EXPERTS, BATCH = 512, 16, 8, 32
-ITERATIONS, INTERVAL = 60, 10
+ITERATIONS, INTERVAL = 60, 10  # compared at the first checkpoint, and shared from the second on
 WARM_UP = 10
 
 
@@ -71,7 +71,7 @@ def main(run_dir: Path, expert_parallel: int, shared: bool) -> dict[str, Any]:
         found = {
             "copied_bytes": sum(one.end - one.first for one in held),
             "state_bytes": job.shard.state_bytes,
-            "stall_seconds": statistics.median(memory.stalls_seconds),
+            "stall_seconds": statistics.median([*memory.stalls_seconds][ITERATIONS // 2 :]),
             "step_seconds": statistics.median(after - before for before, after in pairwise(ends[WARM_UP:])),
         }
     if dist.get_rank() == 0:

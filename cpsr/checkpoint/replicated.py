@@ -9,7 +9,9 @@ Between checkpoints each rank hashes a few elements of each, by which a restart 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import numpy
 import torch
 import xxhash
 
@@ -19,7 +21,7 @@ from cpsr.checkpoint.parts import REST, Parts
 from cpsr.errors import SaveError
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["DriftedError", "missing_among", "refuse_drifted", "samples", "state_hash"]
+__all__ = ["DriftedError", "Samples", "missing_among", "refuse_drifted", "state_hash"]
 
 SAMPLED_ELEMENTS = 64  # of each tensor
 
@@ -36,20 +38,37 @@ def state_hash(operator: OperatorState) -> str:
     return str(state.hexdigest())
 
 
-def samples(shard: Shard, parts: Parts) -> dict[str, str]:
-    """xxh3-64 of evenly spread elements of each part's weights and moments, on the host, in hexadecimal.
+class Samples:
+    """Hashes of evenly spread elements of what ranks share, of shards on the host.
 
     Ranks that train apart differ in most elements; a single one that differs is found at the next checkpoint.
     """
-    found: dict[str, xxhash.xxh3_64] = {}
-    for name, one in shard.operators.items():
-        if (part := parts.of(name)) != REST:
-            state = found.setdefault(part, xxhash.xxh3_64())
-            for values in (one.parameter.values, *(one.moments[key] for key in sorted(one.moments))):
-                integers = as_integers(values.detach().reshape(-1))
-                step = max(1, len(integers) // SAMPLED_ELEMENTS)
-                state.update(integers[::step].tobytes())
-    return {part: state.hexdigest() for part, state in found.items()}
+
+    def __init__(self) -> None:
+        self._operators: dict[str, OperatorState] = {}
+        self._views: dict[str, dict[Any, list[Any]]] = {}  # of each part, by element type: one call packs them
+
+    def of(self, shard: Shard, parts: Parts) -> dict[str, str]:
+        """Part -> xxh3-64 of these elements of its weights and moments, in hexadecimal; always of the same parts."""
+        if shard.operators is not self._operators:  # tensors were replaced
+            self._prepare(shard, parts)
+        found = dict[str, str]()
+        for part, views in self._views.items():
+            state = xxhash.xxh3_64()
+            for alike in views.values():
+                state.update(numpy.concatenate(alike).data)
+            found[part] = state.hexdigest()
+        return found
+
+    def _prepare(self, shard: Shard, parts: Parts) -> None:
+        self._operators, self._views = shard.operators, {}
+        for name, one in shard.operators.items():
+            if (part := parts.of(name)) != REST:
+                views = self._views.setdefault(part, {})
+                for values in (one.parameter.values, *(one.moments[key] for key in sorted(one.moments))):
+                    integers = as_integers(values.detach())
+                    step = max(1, len(integers) // SAMPLED_ELEMENTS)
+                    views.setdefault(integers.dtype, []).append(integers[::step])
 
 
 def missing_among(records: Mapping[int, RankManifest]) -> Iterator[tuple[int, str]]:

@@ -18,7 +18,7 @@ from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
-from cpsr.checkpoint.replicated import samples, state_hash
+from cpsr.checkpoint.replicated import Samples, state_hash
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SCALARS, SmallState, encode
@@ -82,6 +82,7 @@ class SnapshotPool:
         self.on_counting: Callable[[], None] = lambda: None
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
+        self._samples = Samples()
         self._newest: Snapshot | None = None  # from which the next one takes parts
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
@@ -171,7 +172,7 @@ class SnapshotPool:
         """In the engine's thread, while the state is that of the snapshot."""
         if snapshot.contents.left is None:
             return
-        snapshot.samples = samples(shard, self._buffers[snapshot.place].held.parts)
+        snapshot.samples = self._samples.of(shard, self._buffers[snapshot.place].held.parts)
         if snapshot.disk and snapshot.lacking:
             snapshot.left_hashes = {name: state_hash(shard.operators[name]) for name in snapshot.contents.left}
             snapshot.mean_second_moment = snapshot.contents.without_experts(shard).mean_second_moment()

@@ -94,7 +94,7 @@ class CheckpointStore:
         self.directory = run_dir / "checkpoints"
         self.attempt = 0
         self._sequence = 0  # largest commit count that was seen or assigned in this life
-        self._committed = False  # by this store; once it has committed, no other store does
+        self._committed_attempt = -1  # the last one with a commit; once this store has one, no other store commits
         self.copied_iteration: int | None = None
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
@@ -105,6 +105,11 @@ class CheckpointStore:
         self._life = life
         self._missing = missing
         self._part = RankPartWriter(rank)
+
+    @property
+    def alike(self) -> bool | None:
+        """Whether the commits of this attempt found all replicas equal (rank 0); None: it has none yet."""
+        return False if self.drifted is not None else self._committed_attempt == self.attempt or None
 
     def refuse_superseded(self) -> None:
         """Raise SupersededError where a newer life of the run has begun; OSError where that cannot be read."""
@@ -201,7 +206,7 @@ class CheckpointStore:
                 return CommitResult(False, parts)
             self._sequence = self._newest_sequence() + 1
             total = seal(attempt, parts, self._sequence, self._missing)
-            self._committed = True
+            self._committed_attempt = attempt.save.attempt
         except (OSError, ValueError, SaveError) as error:
             self.refuse_superseded()
             if isinstance(error, DriftedError):
@@ -368,7 +373,7 @@ class CheckpointStore:
 
     def _newest_sequence(self) -> int:
         """Largest commit count of the run, of checkpoints that were set aside too."""
-        if not self._committed:
+        if self._committed_attempt < 0:
             self._scan()
         return self._sequence
 

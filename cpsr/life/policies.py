@@ -30,7 +30,8 @@ class Whole:
 
     def __init__(self, writes: WriteAssignment | None, tokens: "RoutedTokens | None" = None) -> None:
         self.writes, self._tokens = writes, tokens
-        self._shared: Contents | None = None  # of each snapshot for host memory alone
+        self._copies_shared = False  # until a commit has compared what ranks would copy for each other
+        self._whole: Contents | None = None  # of each snapshot for host memory alone
 
     @property
     def popularity(self) -> Mapping[str, float]:
@@ -44,7 +45,11 @@ class Whole:
 
     def write_own(self) -> None:
         """From now on each rank copies and writes all of its own state."""
-        self.writes = self._shared = None
+        self.writes = self._whole = None
+
+    def share_copies(self, alike: bool) -> None:
+        """Whether a rank may leave to others of its machine what they hold, too; all ranks say the same."""
+        self._copies_shared, self._whole = alike, None
 
     def due(self, iteration: int, *, whole: bool) -> Contents:
         """What this rank's part of the checkpoint of this iteration holds, and who writes it; a collective.
@@ -60,13 +65,14 @@ class Whole:
         if self.writes is None:
             return contents
         writers, left = self.writes.share(chosen)
+        left = left if self._copies_shared else None
         return replace(contents, writers=writers, replicated=self.writes.replicated, left=left)
 
     def due_in_memory(self, iteration: int) -> Contents:
         """What the snapshot of this iteration for host memory alone holds; all ranks ask for the same ones."""
-        if self._shared is None:
-            self._shared = self._written(Contents(), None)
-        return self._shared
+        if self._whole is None:
+            self._whole = self._written(Contents(), None)
+        return self._whole
 
     def agree_in_memory(self) -> None:
         """Let these snapshots follow what was measured up to now; a collective."""
@@ -87,7 +93,8 @@ class Whole:
         """
 
     def rewound(self) -> None:
-        """The run has gone back: earlier checkpoints no longer lead to it."""
+        """The run has gone back: earlier checkpoints no longer lead to it, and nobody has compared its state."""
+        self.share_copies(alike=False)
         if self._tokens is not None:
             self._tokens.forget()
 
@@ -154,6 +161,7 @@ class SomeExperts(Whole):
 
     def rewound(self) -> None:
         """See `Whole.rewound`."""
+        super().rewound()
         self._experts.forget()
         self._all_next = True
 

@@ -133,16 +133,23 @@ class Saver:
             iteration: the finished one.
             whole: with everything.
         """
-        self._stop_sharing()
+        self._share_alike()
         contents = self._policy.due(iteration, whole=whole)
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group)
         self._begin(iteration, contents)
         self.memory.after_checkpoint(iteration)
 
-    def _stop_sharing(self) -> bool:
-        """Let each rank write its own state if rank 0 has found differences; returns whether that is new."""
-        if self._policy.writes is None or self._group.all(self.store.drifted is None):
+    def _share_alike(self) -> bool:
+        """Learn from rank 0 what commits found; returns whether it is new that ranks differ.
+
+        What is equal one rank copies for others. If it differs, each rank writes its own state.
+        """
+        if self._policy.writes is None:
+            return False
+        alike: bool | None = self._group.broadcast(self.store.alike)
+        if alike is not False:
+            self._policy.share_copies(alike or False)
             return False
         self._policy.write_own()
         if self.store.drifted is not None:
@@ -241,7 +248,7 @@ class Saver:
         if self._save_whole(iteration):
             return True
         # If ranks were found to differ in this one, save once more with each rank writing its own.
-        if not self._stop_sharing():
+        if not self._share_alike():
             return False
         self.store.attempt += 1
         return self._save_whole(iteration)

@@ -25,9 +25,9 @@ class Regression(nn.Module):
 
     seen: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(FEATURES, WIDTH), nn.Tanh(), nn.Dropout(0.1), nn.Linear(WIDTH, 1))
+        self.layers = nn.Sequential(nn.Linear(FEATURES, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

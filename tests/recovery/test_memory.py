@@ -89,7 +89,7 @@ def test_when_all_processes_are_killed_as_many_iterations_are_lost_at_most(
     job: Job, uninterrupted: Uninterrupted, mode: str, interval_iterations: int, fault: str, zero: int
 ) -> None:
     settings = {
-        "checkpoint": {"shared_memory": True, "interval_iterations": 20},
+        "checkpoint": {"shared_memory": True, "interval_iterations": 10},  # compared at 10, and so shared from 20 on
         "memory": {"interval_iterations": interval_iterations},
     }
     killed = job.launch(mode, fault=fault, committed=20, settings=settings, zero=zero)

@@ -91,13 +91,46 @@ def test_the_last_state_is_committed_where_it_is_the_first_to_differ(job: Job, e
 def test_ranks_that_have_drifted_apart_in_memory_alone_are_not_joined(job: Job) -> None:
     """Half of one and half of the other would be equal on both, and no checkpoint would find the difference."""
     settings = {"checkpoint": {"shared_memory": True}, "memory": {"interval_iterations": 1}}
-    options: dict[str, Any] = {"zero": 0, "iterations": 12, "settings": settings}
-    killed = job.launch(fault="step:all:7", committed=4, apart=5, **options)
+    options: dict[str, Any] = {"zero": 0, "iterations": 16, "settings": settings}
+    killed = job.launch(fault="step:all:11", committed=8, apart=9, **options)
     assert killed.statuses == [SIGKILLED] * RANKS, killed.output[0][-3000:]
     back = job.launch(**options)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
     begun = [back.result(rank)["started"]["iteration"] for rank in range(RANKS)]
-    assert begun[0] == begun[1] <= 5, "both were alike up to there"
+    assert begun[0] == begun[1] <= 9, "both were alike up to there"
+
+
+@pytest.mark.parametrize(
+    ("interval_iterations", "apart", "load_back", "end"),
+    [
+        (20, 2, None, 7),  # before the first commit
+        (INTERVAL, 2, None, 7),  # after one that found them different
+        (INTERVAL, 10, (9, 10), 11),  # after a `load_checkpoint`, behind one that found them equal
+    ],
+)
+def test_ranks_that_no_commit_has_found_equal_come_back_each_with_its_own(
+    job: Job, interval_iterations: int, apart: int, load_back: tuple[int, int] | None, end: int
+) -> None:
+    """They differ in one element, which no sample of a snapshot shows."""
+    often = {"shared_memory": True, "interval_iterations": interval_iterations}
+    settings = {"checkpoint": often, "memory": {"interval_iterations": 1}}
+    options: dict[str, Any] = {
+        "zero": 0,
+        "settings": settings,
+        "apart": apart,
+        "load_back": load_back,
+        "unsampled": True,
+    }
+    killed = job.launch(fault=f"step:all:{end}", in_memory=end - 1, iterations=end + 4, **options)
+    assert killed.statuses == [SIGKILLED] * RANKS, killed.output[0][-3000:]
+    back = job.launch(iterations=end + 4, **options)
+    assert back.statuses == [0] * RANKS, back.output[0][-3000:]
+    (at,) = {back.result(rank)["started"]["iteration"] for rank in range(RANKS)}
+    assert at >= end - 1
+    whole = Job(job.directory / "whole").launch(iterations=at, **options)
+    states = [back.result(rank)["state_at_start"] for rank in range(RANKS)]
+    assert states == [whole.result(rank)["state"] for rank in range(RANKS)]
+    assert states[0] != states[1]
 
 
 LEARNING: dict[str, Any] = {"predictor": {"direction": "vitp"}, "learning": {"budget_fraction": 1.0}}

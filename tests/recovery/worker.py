@@ -47,6 +47,7 @@ from tests.device import ON_CUDA
 from tests.recovery.engines import (
     BATCH,
     SEED,
+    WIDTH,
     Mixture,
     Regression,
     configuration,
@@ -85,6 +86,7 @@ class Options(LifeOptions):
         block: hand CPSR its configuration in that of DeepSpeed, as a `mapping` or a `file`.
         odd_rank: a rank whose model has a buffer of another shape.
         apart: an iteration after which rank 1 moves its weights by itself.
+        unsampled: move an element that the samples of a snapshot do not show, in a wider model.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
         hidden_bytes: of experts, that an iteration hides, in place of what is measured.
@@ -110,6 +112,7 @@ class Options(LifeOptions):
     block: str = ""
     odd_rank: int | None = None
     apart: int | None = None
+    unsampled: bool = False
     late: tuple[int, int] | None = None
     began: bool = False
     hidden_bytes: float = 0.0
@@ -213,7 +216,8 @@ def model(options: Options) -> torch.nn.Module:
     if options.stages:
         stages: torch.nn.Module = pipeline(options.stages, options.expert_parallel, options.routed)
         return stages
-    return Mixture(options.expert_parallel) if options.expert_parallel else Regression()
+    width = 4 * WIDTH if options.unsampled else WIDTH
+    return Mixture(options.expert_parallel) if options.expert_parallel else Regression(width)
 
 
 def probe_arguments(options: Options, engine: Any, batches: Any) -> dict[str, Any]:
@@ -243,7 +247,7 @@ def train(recovery: CPSRRecovery, engine: Any, batches: Any, options: Options, f
         engine.step()
         keep_pace(recovery, SAVE_SECONDS)
         if recovery.iteration == options.apart and engine.global_rank == 1:
-            move_weights(recovery)
+            move_weights(recovery, int(options.unsampled))
         dealt.append([recovery.iteration, *indices.tolist()])
         if options.load_back is not None:
             folder = str(options.result.with_suffix(".user"))
@@ -276,11 +280,11 @@ def train_pipeline(
     return dealt
 
 
-def move_weights(recovery: CPSRRecovery) -> None:
+def move_weights(recovery: CPSRRecovery, element: int) -> None:
     """As a fault in memory does, or a gradient that was not averaged."""
     recovery.life.saver.finish()
     operators = recovery.life.job.adapter.shard().operators
-    next(iter(operators.values())).parameter.values[0] += 0.01
+    next(iter(operators.values())).parameter.values[element] += 0.01
 
 
 def state_digest(recovery: CPSRRecovery) -> str:
