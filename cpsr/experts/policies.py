@@ -145,30 +145,33 @@ class LoadAware:
         self._layers = layers
         self._ranks = max(sizes, default=1)
         self._experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
+        self._layer_of = [expert.layer for expert in self._experts]
+        self._owner_of = [layers[expert.layer].owner(expert.index) for expert in self._experts]
+        # A rank's experts of one layer: of these, selected are the first ones in order.
+        self._part_of = numpy.array(self._layer_of, dtype=numpy.int64) * self._ranks + self._owner_of
 
     def select(self, step: int, load: Load, budget: Budget) -> tuple[Expert, ...]:
         """K experts of each layer, or all of a smaller one, over all ranks."""
         count = budget.experts_in_each(self._layers)
         wanted = [min(count, layer.experts) for layer in self._layers]
-        ordered = self._in_order(load, wanted)
         room = [-(-sum(wanted) // self._ranks)] * self._ranks
-        chosen, others = list[Expert](), list[Expert]()
-        for expert in ordered:
-            rank = self._layers[expert.layer].owner(expert.index)
-            if wanted[expert.layer] and room[rank]:
-                wanted[expert.layer] -= 1
+        chosen, others = list[int](), list[int]()
+        for expert in self._in_order(load, wanted):
+            layer, rank = self._layer_of[expert], self._owner_of[expert]
+            if wanted[layer] and room[rank]:
+                wanted[layer] -= 1
                 room[rank] -= 1
                 chosen.append(expert)
             else:
                 others.append(expert)
         for expert in others if any(wanted) else ():
-            if wanted[expert.layer]:
-                wanted[expert.layer] -= 1
+            if wanted[layer := self._layer_of[expert]]:
+                wanted[layer] -= 1
                 chosen.append(expert)
-        return tuple(sorted(chosen, key=lambda expert: expert.layer))
+        return tuple(self._experts[expert] for expert in sorted(chosen, key=self._layer_of.__getitem__))
 
-    def _in_order(self, load: Load, wanted: Sequence[int]) -> list[Expert]:
-        """All experts in order of selection: overdue ones, then the others."""
+    def _in_order(self, load: Load, wanted: Sequence[int]) -> list[int]:
+        """Experts in order of selection: overdue ones, then the others; K of each part, since no more are selected."""
         tokens, ages = load.at_risk(self._layers)
         marks = [
             overdue(old, -(-layer.experts // want))
@@ -176,7 +179,12 @@ class LoadAware:
         ]
         late = numpy.concatenate([*marks, numpy.zeros(0, dtype=bool)])
         order = numpy.lexsort((-ages, numpy.where(late, 0.0, -tokens), ~late))
-        return [self._experts[place] for place in order]
+        parts = numpy.sort(self._part_of)
+        by_part = numpy.argsort(self._part_of[order], kind="stable")
+        place = numpy.empty_like(by_part)
+        place[by_part] = numpy.arange(len(parts)) - numpy.searchsorted(parts, parts)
+        found: list[int] = order[place < max(wanted, default=0)].tolist()
+        return found
 
 
 class DynamicK:
@@ -193,7 +201,7 @@ class DynamicK:
 
     Args:
         layers: of the model.
-        policy: that selects K experts of each layer.
+        policy: that selects at most K experts of each layer.
         limit: portion of lost tokens (PLT), the paper's 5% by default. Its denominator is the tokens of the run so far,
             T x TopK of each layer: the whole run has more.
 
@@ -201,21 +209,36 @@ class DynamicK:
     """
 
     def __init__(self, layers: Sequence[ExpertLayer], policy: Policy, limit: float = 0.05) -> None:
-        self._layers, self._policy, self._limit = tuple(layers), policy, limit
+        self._policy, self._limit = policy, limit
+        self._layers = tuple(layers)
         self._most = max((layer.experts for layer in layers), default=0)
 
     def select(self, step: int, load: Load, budget: Budget) -> Sequence[Expert]:
         """Selection of the other policy with the budget's K, or a multiple of it."""
+        least = self._least_at_risk(load)
+        # A sum in another order may be less by a rounding error; then one selection is made in vain.
+        allowed = self._limit * load.run_tokens - load.lost_tokens + 1e-9 * float(least[0])
         count = budget.experts_in_each(self._layers)
         while True:
-            chosen = self._policy.select(step, load, replace(budget, experts_per_layer=count))
-            if count >= self._most or load.lost_tokens + self._at_risk(load, chosen) <= self._limit * load.run_tokens:
-                return chosen
+            if count >= self._most or least[count] <= allowed:
+                chosen = self._policy.select(step, load, replace(budget, experts_per_layer=count))
+                if count >= self._most or self._is_within(load, chosen):
+                    return chosen
             count = min(2 * count, self._most)
 
-    def _at_risk(self, load: Load, chosen: Sequence[Expert]) -> float:
-        saved = sum(float(load.unsaved_tokens[expert.layer][expert.index]) for expert in chosen)
-        return sum(float(layer.sum()) for layer in load.unsaved_tokens) - saved + load.interval_tokens
+    def _least_at_risk(self, load: Load) -> NDArray[numpy.float64]:
+        """With 0, 1, 2, ... experts of each layer, if those with the most unsaved tokens are saved."""
+        saved = numpy.zeros(self._most + 1)
+        for layer in load.unsaved_tokens:
+            saved[1 : len(layer) + 1] += numpy.sort(layer)[::-1]
+        return sum(float(layer.sum()) for layer in load.unsaved_tokens) - numpy.cumsum(saved) + load.interval_tokens
+
+    def _is_within(self, load: Load, chosen: Sequence[Expert]) -> bool:
+        left = [layer.copy() for layer in load.unsaved_tokens]
+        for expert in chosen:
+            left[expert.layer][expert.index] = 0.0
+        at_risk = sum(float(layer.sum()) for layer in left) + load.interval_tokens
+        return load.lost_tokens + at_risk <= self._limit * load.run_tokens
 
 
 def overdue(ages: NDArray[numpy.float64], rounds: ArrayLike) -> NDArray[numpy.bool_]:

@@ -131,6 +131,28 @@ def test_k_doubles_until_what_is_lost_and_at_risk_is_within_the_limit() -> None:
     assert len(policy.select(0, Load(tokens, zeros(layers)), Budget(experts_per_layer=3))) == 3
 
 
+@given(st.data(), st.integers(1, 6), st.floats(0, 0.2), st.integers(0, 5))
+def test_k_is_the_least_of_its_doubles_that_is_within_the_limit(
+    data: st.DataObject, count: int, limit: float, interval: int
+) -> None:
+    """Also where some experts are overdue, or on a rank that is full: then not the most tokens are saved."""
+    layers = data.draw(mixtures())
+    young = data.draw(loads(layers))
+    ages = tuple(data.draw(st.sampled_from([1, 20, 60])) * one for one in young.ages)
+    tokens, most = young.unsaved_tokens, max(layer.experts for layer in layers)
+    run = data.draw(st.floats(1, 40)) * sum(float(one.sum()) for one in tokens)
+    popularity = Load(tokens, ages, interval, run, limit * run * data.draw(st.floats(0, 0.5)))
+    least = min(count, most)
+    expected = LoadAware(layers).select(0, popularity, Budget(experts_per_layer=least))
+    while least < most:
+        saved = sum(float(tokens[one.layer][one.index]) for one in expected)
+        if popularity.lost_tokens + sum(float(one.sum()) for one in tokens) - saved + interval <= limit * run:
+            break
+        least = min(2 * least, most)
+        expected = LoadAware(layers).select(0, popularity, Budget(experts_per_layer=least))
+    assert DynamicK(layers, LoadAware(layers), limit).select(0, popularity, Budget(experts_per_layer=count)) == expected
+
+
 def run_of(
     layers: tuple[ExpertLayer, ...], limit: float, failing: Sequence[bool], tokens: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[list[float], list[int]]:
