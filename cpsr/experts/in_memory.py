@@ -50,6 +50,9 @@ class InMemory:
     that hold parts or copies of one expert must choose alike: then all go by the tokens of an iteration on which they
     agreed at the last checkpoint.
 
+    An expert counts as copied once the copy is complete. Where ranks must choose alike it does from its selection on:
+    a copy that only one rank skips must not change what that rank selects.
+
     Args:
         tokens: of this life.
         layers: of the model.
@@ -79,6 +82,7 @@ class InMemory:
         self._agreed: Agreed | None = None
         self._step = 0
         self._total = numpy.zeros(len(self._experts))  # tokens so far, as this rank reckons with them
+        self._learned, self._ages = numpy.zeros((2, len(self._experts)))  # of each expert, as memory has it
         self._held: dict[int, NDArray[numpy.float64]] = {}
         self._begun: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self.restart(tokens.iteration)
@@ -89,17 +93,39 @@ class InMemory:
         return self._tokens.units
 
     def restart(self, iteration: int) -> None:
-        """The state of this iteration, which a checkpoint copies or the run goes back to, holds all experts."""
+        """The run begins, or goes back, to this iteration: its state is not only in memory."""
+        self.copies_all(iteration)
+        self._book(numpy.ones(len(self._experts), dtype=bool))
+        self._ages[:] = 0
+
+    def copies_all(self, iteration: int) -> None:
+        """The state of this iteration is about to be copied with all experts, as at a checkpoint."""
         self._iteration = iteration
-        self._unsaved, self._ages = numpy.zeros((2, len(self._experts)))
-        before, self._seen = self._total, self._tokens.local().astype(numpy.float64)
-        self._total = before if self._owners is None else self._owners * self._seen
-        self._note(iteration)
+        if self._owners is not None:
+            self._total = self._owners * self._tokens.local().astype(numpy.float64)
+        self._select(iteration, numpy.ones(len(self._experts), dtype=bool))
 
     def copied(self, part_bytes: Mapping[str, int], copy_seconds: float, overlap_seconds: float) -> None:
-        """Learn from a copy to host memory: bytes of each part, and `CopyBudget.note`."""
+        """Learn from a copy to host memory: its bytes of each part, and `CopyBudget.note`."""
         self._copies.note(sum(part_bytes.values()), copy_seconds, overlap_seconds)
         self._rest_bytes = sum(size for part, size in part_bytes.items() if part not in self._place)
+        if self._owners is not None:
+            self._book(self._mask([part for part in part_bytes if part in self._place]))
+
+    def _select(self, iteration: int, chosen: NDArray[numpy.bool_]) -> None:
+        """A snapshot of these experts begins; keep what its experts have learned from, while it may be sent."""
+        self._begun.append(time.perf_counter())
+        if self._owners is None:
+            self._book(chosen)
+            return
+        self._held[iteration] = numpy.where(chosen, self._total, self._learned)
+        if len(self._held) > KEPT_SNAPSHOTS:
+            del self._held[next(iter(self._held))]
+
+    def _book(self, copied: NDArray[numpy.bool_]) -> None:
+        self._learned = numpy.where(copied, self._total, self._learned)
+        self._ages = numpy.where(copied, 0.0, self._ages + 1)
+        self._step += 1
 
     def wanted_bytes(self) -> float | None:
         """Of experts, that an iteration of this rank hides; None until one was measured."""
@@ -114,32 +140,21 @@ class InMemory:
         """Operators of this rank that the snapshot of this iteration does not copy; all ranks ask for the same ones."""
         agreed = self._agreed
         if agreed is None or agreed.expert_bytes is None or agreed.expert_bytes >= self._own_bytes:
-            self.restart(iteration)
+            self.copies_all(iteration)
             return frozenset()
-        routed = self._routed_since(iteration, agreed)
-        self._unsaved, self._total = self._unsaved + routed, self._total + routed
+        before = self._total
+        self._total = self._total_at(iteration, agreed)
         load = Load(
-            self._of_layers(self._unsaved),
+            self._of_layers(self._total - self._learned),
             self._of_layers(self._ages),
-            float(routed.sum()),
+            float((self._total - before).sum()),
             agreed.run_tokens,
             agreed.lost_tokens,
         )
         chosen = self._policy.select(self._step, load, self._budget(agreed.expert_bytes))
-        self._step += 1
         copied = self._mask([unit_name(expert) for expert in chosen])
-        self._unsaved[copied] = 0.0
-        self._ages = numpy.where(copied, 0.0, self._ages + 1)
-        self._note(iteration)
+        self._select(iteration, copied)
         return frozenset(name for name, unit in self._tokens.units.items() if not copied[self._place[unit]])
-
-    def _note(self, iteration: int) -> None:
-        """Keep what the experts in the snapshot of this iteration have learned from, while it may be sent."""
-        self._begun.append(time.perf_counter())
-        if self._owners is not None:
-            self._held[iteration] = self._total - self._unsaved
-            if len(self._held) > KEPT_SNAPSHOTS:
-                del self._held[next(iter(self._held))]
 
     # What goes to other machines, in threads of their own
 
@@ -203,13 +218,11 @@ class InMemory:
         found[[self._place[unit] for unit in units]] = True
         return found
 
-    def _routed_since(self, iteration: int, agreed: Agreed) -> NDArray[numpy.float64]:
-        """Tokens of each expert since the snapshot before."""
+    def _total_at(self, iteration: int, agreed: Agreed) -> NDArray[numpy.float64]:
         passed, self._iteration = iteration - self._iteration, iteration
         if self._owners is None:
-            return agreed.rates * passed
-        before, self._seen = self._seen, self._tokens.local().astype(numpy.float64)
-        return self._owners * (self._seen - before)
+            return self._total + agreed.rates * passed
+        return self._owners * self._tokens.local().astype(numpy.float64)
 
     def _budget(self, expert_bytes: float) -> Budget:
         if self._by_bytes:

@@ -112,7 +112,7 @@ class ExpertSaving:
         budget = self._budget([part[0] for part in gathered])
         chosen = history.experts if every else self._policy.select(self._step, load, budget)
         history.begun(iteration, chosen)
-        self.in_memory.restart(iteration)
+        self.in_memory.copies_all(iteration)
         self._step += 1
         return None if every else frozenset(map(unit_name, chosen))
 

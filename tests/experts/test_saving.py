@@ -192,6 +192,33 @@ class TestChoosing:
         assert job.saving.tokens.local().tolist() == [8, 8, 8, 8]
 
 
+class TestInMemory:
+    """Snapshots of a process that selects alone: each copies one expert."""
+
+    def test_an_expert_counts_as_copied_once_its_copy_is_complete(self) -> None:
+        job = Job((4,), policy="load_aware")
+        memory = job.saving.in_memory
+        parts = dict.fromkeys(job.saving.units.values(), 1)
+        for iteration in range(2):
+            assert memory.left_out(iteration) == frozenset(), "nothing was measured"
+            memory.copied({**parts, "rest": 1}, 1.0, 1.0)
+        job.saving.agree_in_memory()
+
+        def chosen() -> set[str]:
+            job.train([1, 4, 2, 2])
+            left = memory.left_out(job.adapter.iteration)
+            return {unit for name, unit in job.saving.units.items() if name not in left}
+
+        assert chosen() == {"00000-00001"}
+        assert chosen() == {"00000-00001"}, "the snapshot before was skipped"
+        memory.copied({"00000-00001": 1, "rest": 1}, 1.0, 1.0)
+        assert chosen() == {"00000-00002"}
+        job.save(whole=True)  # and it is skipped
+        assert chosen() == {"00000-00002"}
+        memory.copied(parts, 1.0, 1.0)
+        assert chosen() == {"00000-00001"}, "all were copied"
+
+
 class TestBudgets:
     def test_as_many_as_the_disk_takes_once_it_was_measured(self) -> None:
         job = Job((4,), policy="moetion")
