@@ -4,9 +4,9 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import numpy
 from numpy.typing import NDArray
@@ -28,15 +28,15 @@ class Agreed:
     """What the ranks agree on at a checkpoint.
 
     Attributes:
-        expert_bytes: of experts, that one iteration of every rank hides; None until all ranks have measured it.
+        expert_bytes: of experts, that one iteration of every rank with experts hides; None until all have measured it.
         rates: tokens of each expert in an iteration, `(experts of all layers,)`.
-        run_tokens: see `Load`.
-        lost_tokens: likewise.
+        run_tokens: of each expert in the whole run, likewise.
+        lost_tokens: see `Load`.
     """
 
     expert_bytes: float | None
     rates: NDArray[numpy.float64]
-    run_tokens: float
+    run_tokens: NDArray[numpy.float64]
     lost_tokens: float
 
 
@@ -53,10 +53,13 @@ class InMemory:
     An expert counts as copied once the copy is complete. Where ranks must choose alike it does from its selection on:
     a copy that only one rank skips must not change what that rank selects.
 
+    A rank of a pipeline selects among the layers of its stage, in a run that has their tokens alone: of what may be
+    lost, each stage has a part by its tokens.
+
     Args:
         tokens: of this life.
         layers: of the model.
-        policy: selects among the experts of all ranks.
+        policy_of: makes what selects among the experts of these layers, of all ranks.
         by_bytes: whether the policy goes by bytes; else by K, as many as fit.
         owners: ranks, where each expert lies on one of them; None where several hold parts of one.
 
@@ -67,22 +70,29 @@ class InMemory:
         self,
         tokens: RoutedTokens,
         layers: Sequence[ExpertLayer],
-        policy: Policy,
+        policy_of: Callable[[Sequence[ExpertLayer]], Policy],
         *,
         by_bytes: bool,
         owners: int | None,
     ) -> None:
-        self._tokens, self._layers, self._policy = tokens, tuple(layers), policy
-        self._by_bytes, self._owners = by_bytes, owners
-        self._experts = [Expert(place, index) for place, layer in enumerate(layers) for index in range(layer.experts)]
-        self._place = {unit_name(expert): place for place, expert in enumerate(self._experts)}
-        self._own_bytes = sum(layer.experts_per_rank * layer.expert_bytes for layer in layers)  # at most
-        self._ends = numpy.cumsum([layer.experts for layer in layers])[:-1]
+        self._tokens, self._by_bytes, self._owners = tokens, by_bytes, owners
+        here = [layer.name not in tokens.operators.elsewhere for layer in layers]
+        self._layers = [layer for layer, is_here in zip(layers, here, strict=True) if is_here]
+        self._is_own = numpy.repeat(here, [layer.experts for layer in layers])
+        self._policy = policy_of(self._layers)
+        self._units = [
+            [unit_name(Expert(place, index)) for index in range(layer.experts)]
+            for place, layer in enumerate(layers)
+            if here[place]
+        ]
+        self._place = {unit: place for place, unit in enumerate(chain.from_iterable(self._units))}
+        self._own_bytes = sum(layer.experts_per_rank * layer.expert_bytes for layer in self._layers)  # at most
+        self._ends = numpy.cumsum([layer.experts for layer in self._layers], dtype=numpy.int64)[:-1]
         self._copies, self._rest_bytes = CopyBudget(), 0
         self._agreed: Agreed | None = None
         self._step = 0
-        self._total = numpy.zeros(len(self._experts))  # tokens so far, as this rank reckons with them
-        self._learned, self._ages = numpy.zeros((2, len(self._experts)))  # of each expert, as memory has it
+        self._total = numpy.zeros(len(self._place))  # tokens so far, as this rank reckons with them
+        self._learned, self._ages = numpy.zeros((2, len(self._place)))  # of each expert, as memory has it
         self._held: dict[int, NDArray[numpy.float64]] = {}
         self._begun: deque[float] = deque(maxlen=MEASURED_SNAPSHOTS)
         self.restart(tokens.iteration)
@@ -95,15 +105,15 @@ class InMemory:
     def restart(self, iteration: int) -> None:
         """The run begins, or goes back, to this iteration: its state is not only in memory."""
         self.copies_all(iteration)
-        self._book(numpy.ones(len(self._experts), dtype=bool))
+        self._book(numpy.ones(len(self._place), dtype=bool))
         self._ages[:] = 0
 
     def copies_all(self, iteration: int) -> None:
         """The state of this iteration is about to be copied with all experts, as at a checkpoint."""
         self._iteration = iteration
         if self._owners is not None:
-            self._total = self._owners * self._tokens.local().astype(numpy.float64)
-        self._select(iteration, numpy.ones(len(self._experts), dtype=bool))
+            self._total = self._routed(self._owners)
+        self._select(iteration, numpy.ones(len(self._place), dtype=bool))
 
     def copied(self, part_bytes: Mapping[str, int], copy_seconds: float, overlap_seconds: float) -> None:
         """Learn from a copy to host memory: its bytes of each part, and `CopyBudget.note`."""
@@ -128,7 +138,9 @@ class InMemory:
         self._step += 1
 
     def wanted_bytes(self) -> float | None:
-        """Of experts, that an iteration of this rank hides; None until one was measured."""
+        """Of experts, that an iteration of this rank hides; infinite if it has none; None until one was measured."""
+        if not self.units:
+            return math.inf
         hidden = self._copies.bytes
         return None if hidden is None else hidden - self._rest_bytes
 
@@ -139,20 +151,13 @@ class InMemory:
     def left_out(self, iteration: int) -> frozenset[str]:
         """Operators of this rank that the snapshot of this iteration does not copy; all ranks ask for the same ones."""
         agreed = self._agreed
-        if agreed is None or agreed.expert_bytes is None or agreed.expert_bytes >= self._own_bytes:
+        if not self.units or agreed is None or (hidden := agreed.expert_bytes) is None or hidden >= self._own_bytes:
             self.copies_all(iteration)
             return frozenset()
         before = self._total
         self._total = self._total_at(iteration, agreed)
-        load = Load(
-            self._of_layers(self._total - self._learned),
-            self._of_layers(self._ages),
-            float((self._total - before).sum()),
-            agreed.run_tokens,
-            agreed.lost_tokens,
-        )
-        chosen = self._policy.select(self._step, load, self._budget(agreed.expert_bytes))
-        copied = self._mask([unit_name(expert) for expert in chosen])
+        unsaved, passed = self._total - self._learned, float((self._total - before).sum())
+        copied = self._mask(self._chosen(self._step, unsaved, self._ages, passed, hidden))
         self._select(iteration, copied)
         return frozenset(name for name, unit in self._tokens.units.items() if not copied[self._place[unit]])
 
@@ -189,10 +194,8 @@ class InMemory:
         if not changed or agreed is None:
             return frozenset(changed)
         is_changed = self._mask(changed)
-        at_risk = self._of_layers(numpy.where(is_changed, numpy.maximum(unsent, 0.0), 0.0))
-        waited = self._of_layers(numpy.where(is_changed, ages, 0.0))
-        load = Load(at_risk, waited, 0.0, agreed.run_tokens, agreed.lost_tokens)
-        chosen = {unit_name(one) for one in self._policy.select(step, load, self._budget(link_bytes))} & {*changed}
+        at_risk = numpy.where(is_changed, numpy.maximum(unsent, 0.0), 0.0)
+        chosen = self._chosen(step, at_risk, numpy.where(is_changed, ages, 0.0), 0.0, link_bytes) & {*changed}
         return frozenset(chosen or {max(changed, key=lambda unit: (unsent[self._place[unit]], unit))})
 
     def kept(
@@ -214,15 +217,36 @@ class InMemory:
         return numpy.where(left, tokens[1], tokens[0]), numpy.where(left, ages + 1, 0.0)
 
     def _mask(self, units: Collection[str]) -> NDArray[numpy.bool_]:
-        found = numpy.zeros(len(self._experts), dtype=bool)
+        found = numpy.zeros(len(self._place), dtype=bool)
         found[[self._place[unit] for unit in units]] = True
         return found
 
+    def _chosen(
+        self,
+        step: int,
+        unsaved: NDArray[numpy.float64],
+        ages: NDArray[numpy.float64],
+        interval_tokens: float,
+        expert_bytes: float,
+    ) -> set[str]:
+        agreed = self._agreed
+        assert agreed is not None
+        run_tokens = float(agreed.run_tokens[self._is_own].sum())
+        lost_tokens = agreed.lost_tokens * run_tokens / max(float(agreed.run_tokens.sum()), 1.0)
+        load = Load(self._of_layers(unsaved), self._of_layers(ages), interval_tokens, run_tokens, lost_tokens)
+        chosen = self._policy.select(step, load, self._budget(expert_bytes))
+        return {self._units[expert.layer][expert.index] for expert in chosen}
+
     def _total_at(self, iteration: int, agreed: Agreed) -> NDArray[numpy.float64]:
         passed, self._iteration = iteration - self._iteration, iteration
-        if self._owners is None:
-            return self._total + agreed.rates * passed
-        return self._owners * self._tokens.local().astype(numpy.float64)
+        if self._owners is not None:
+            return self._routed(self._owners)
+        total: NDArray[numpy.float64] = self._total + agreed.rates[self._is_own] * passed
+        return total
+
+    def _routed(self, owners: int) -> NDArray[numpy.float64]:
+        routed: NDArray[numpy.float64] = owners * self._tokens.local()[self._is_own].astype(numpy.float64)
+        return routed
 
     def _budget(self, expert_bytes: float) -> Budget:
         if self._by_bytes:

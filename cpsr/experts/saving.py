@@ -5,6 +5,7 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -63,13 +64,14 @@ class ExpertSaving:
         self._layers = sized_layers(tokens.operators, shard, group)
         self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
         self._written_beside_bytes: float = self._non_expert_bytes
-        self._policy = policy_named(config.policy, self._layers, config.lost_portion_limit)
+        policy_of = partial(policy_named, config.policy, lost_portion_limit=config.lost_portion_limit)
+        self._policy = policy_of(self._layers)
         self.in_memory = InMemory(
             tokens,
             self._layers,
-            self._policy,
+            policy_of,
             by_bytes=config.policy == "moetion",
-            owners=None if shared_experts(tokens, group) else group.size,
+            owners=owning_ranks(tokens, group),
         )
         self._history = TokenHistory(self._layers, tokens.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
@@ -126,7 +128,7 @@ class ExpertSaving:
         known = [one for one in measured if one is not None]
         self._rates = self._history.rates(self._rates)
         least = min(known) if len(known) == len(measured) else None
-        self.in_memory.agree(Agreed(least, self._rates, self._history.run_tokens, self._account.lost_tokens))
+        self.in_memory.agree(Agreed(least, self._rates, self._history.tokens, self._account.lost_tokens))
 
     def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
         """Record the cost of a checkpoint on this rank, which policies by bytes use.
@@ -216,6 +218,8 @@ class ExpertSaving:
 
     def _bytes_in_an_interval(self) -> float | None:
         """Bytes of experts that this rank can write until the next checkpoint; None before any measurement."""
+        if not self.units:
+            return math.inf
         if not self._writes:
             return None
         return statistics.median(self._writes) * self._interval_seconds - self._written_beside_bytes
@@ -256,10 +260,15 @@ def trained_experts(mixture: Mixture, shard: Shard, group: Group) -> frozenset[s
     return frozenset(name for names in gathered for name in names)
 
 
-def shared_experts(tokens: RoutedTokens, group: Group) -> bool:
-    """Whether several ranks hold parts of one expert, or copies of it; a collective."""
-    held = group.gather(sorted({*tokens.units.values()}))
-    return len({unit for units in held for unit in units}) < sum(map(len, held))
+def owning_ranks(tokens: RoutedTokens, group: Group) -> int | None:
+    """How many ranks share the experts of this rank's layers; a collective.
+
+    None where several ranks hold parts of one expert, or copies of it.
+    """
+    elsewhere = sorted(tokens.operators.elsewhere)
+    gathered = group.gather([sorted({*tokens.units.values()}), elsewhere])
+    held = [unit for units, _ in gathered for unit in units]
+    return None if len({*held}) < len(held) else sum(layers == elsewhere for _, layers in gathered)
 
 
 def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple[ExpertLayer, ...]:

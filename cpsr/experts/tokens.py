@@ -74,6 +74,11 @@ class TokenHistory:
         return self.split(self._sums - self._up_to(self._saved_at))
 
     @property
+    def tokens(self) -> NDArray[numpy.float64]:
+        """Routed to each expert in the whole run, `(experts of all layers,)`."""
+        return self._sums
+
+    @property
     def run_tokens(self) -> float:
         """Routed to all experts in the whole run."""
         return float(self._sums.sum())

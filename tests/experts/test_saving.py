@@ -2,11 +2,15 @@
 
 import json
 import logging
+import math
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -16,10 +20,12 @@ from cpsr.benchmarks.harness.checkpoint_files import steps_in
 from cpsr.checkpoint.manifest import step_name
 from cpsr.config import ExpertsConfig
 from cpsr.engines import TorchAdapter
-from cpsr.engines.moe.token_counts import MixtureOfExperts
+from cpsr.engines.moe.operators import ModelOperators
+from cpsr.engines.moe.token_counts import HookedTokenCounts, MixtureOfExperts, ModuleMixture, RoutingLayer
 from cpsr.errors import ConfigError
+from cpsr.experts.in_memory import Agreed, InMemory
 from cpsr.experts.routed import RoutedTokens
-from cpsr.experts.saving import ExpertSaving
+from cpsr.experts.saving import ExpertSaving, policy_named
 from cpsr.qualify.conformance import Recorder
 from cpsr.ranks.group import Group
 from cpsr.state.codec import decode, encode
@@ -192,6 +198,16 @@ class TestChoosing:
         assert job.saving.tokens.local().tolist() == [8, 8, 8, 8]
 
 
+class Stage(ModuleMixture):
+    """One stage of a pipeline with one layer; another stage has a later one."""
+
+    def operators(self) -> ModelOperators:
+        return super().operators().among({"layers.0": 4, "later": 4})
+
+    def token_counts(self) -> HookedTokenCounts:
+        return HookedTokenCounts([RoutingLayer(name, None, 4) for name in ("layers.0", "later")], counts_of)
+
+
 class TestInMemory:
     """Snapshots of a process that selects alone: each copies one expert."""
 
@@ -217,6 +233,27 @@ class TestInMemory:
         assert chosen() == {"00000-00002"}
         memory.copied(parts, 1.0, 1.0)
         assert chosen() == {"00000-00001"}, "all were copied"
+
+    @pytest.mark.parametrize("owners", [1, None])
+    @pytest.mark.parametrize("policy", ["load_aware", "moetion"])
+    def test_a_stage_of_a_pipeline_copies_what_it_hides_of_its_own_layers(
+        self, policy: str, owners: int | None
+    ) -> None:
+        job = Job((4,))
+        mixture = Stage(job.model, [name for name, _ in job.model.named_parameters()], MixtureOfExperts(counts_of))
+        tokens = RoutedTokens(job.adapter, mixture, mixture.operators(), job.adapter.shard())
+        layers = [replace(layer, expert_bytes=EXPERT_BYTES) for layer in tokens.layers]
+        policy_of = partial(policy_named, policy, lost_portion_limit=0.05)
+        memory = InMemory(tokens, layers, policy_of, by_bytes=policy == "moetion", owners=owners)
+        memory.agree(Agreed(2 * EXPERT_BYTES, numpy.ones(8), numpy.ones(8), 0.0))
+        assert len({tokens.units[name] for name in memory.left_out(1)}) == 4 - 2
+
+    def test_a_rank_without_experts_limits_no_other(self) -> None:
+        saving = Job((4,), frozen=".experts.").saving
+        for _ in range(2):
+            assert saving.in_memory.left_out(0) == frozenset()
+            saving.in_memory.copied({"rest": 100}, 1.0, 1e-3)
+        assert saving.in_memory.wanted_bytes() == math.inf
 
 
 class TestBudgets:
