@@ -234,6 +234,35 @@ class TestInMemory:
         memory.copied(parts, 1.0, 1.0)
         assert chosen() == {"00000-00001"}, "all were copied"
 
+    def test_what_a_skipped_snapshot_would_have_copied_is_in_the_next(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A running job: of its buffers none is free at one iteration."""
+        monkeypatch.setattr(InMemory, "wanted_bytes", lambda experts: 1.0)
+        model, skipped = Model((4,)), 13
+        adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()), experts=MixtureOfExperts(counts_of))
+        config = {"run_dir": tmp_path, "experts": {"policy": "load_aware"}, "memory": {"interval_iterations": 1}}
+        copied, taken = dict[int, list[str]](), list[Any]()
+        with CPSRRecovery(adapter, config | {"checkpoint": {"interval_iterations": 100}}) as recovery:
+            pool = recovery.life.saver.pool
+            for _ in recovery.resume(range(100), repeat=True):
+                if recovery.iteration == skipped:
+                    assert pool.running is None
+                    for one in filter(None, taken):
+                        pool.release(one)
+                elif pool.running is not None:
+                    copied[recovery.iteration] = [one for one in pool.running.copied_parts if one.startswith("00000")]
+                if recovery.iteration == skipped + 1:
+                    break
+                adapter.optimizer.zero_grad()
+                model([[1, 29, 20, 2]]).backward()
+                recovery.life.saver.finish()
+                pool.settle()
+                taken = [pool.acquire(0) for _ in range(3)] if recovery.iteration == skipped - 1 else []
+                adapter.optimizer.step()
+        later = [copied[at] for at in (11, 12, 14)]
+        assert later == [["00000-00002"], ["00000-00001"], ["00000-00002"]], "60 unsaved, and 58"
+
     @pytest.mark.parametrize("owners", [1, None])
     @pytest.mark.parametrize("policy", ["load_aware", "moetion"])
     def test_a_stage_of_a_pipeline_copies_what_it_hides_of_its_own_layers(
