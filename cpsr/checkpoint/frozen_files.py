@@ -113,7 +113,7 @@ class FrozenFiles:
         ranks = alike or [self._rank]
         held: dict[str, tuple[str, str]] = {}
         agreed: dict[str, dict[str, str]] = {}
-        for rank, part in zip(ranks, adaptive_sharding(sizes, [0] * len(ranks)).parts, strict=True):
+        for rank, part in zip(ranks, adaptive_sharding(sizes, [0] * len(ranks)), strict=True):
             for names in self._in_files(part):
                 content = {name: hashes[name] for name in names}
                 file = frozen_slab_name(rank, word_of(content))

@@ -169,7 +169,7 @@ def _runs(sizes: Mapping[str, int], count: int) -> dict[str, list[str]]:
 
 def _assigned(sizes: Mapping[str, int], loads: Mapping[int, int]) -> dict[str, int]:
     """Each of these -> the rank that takes it, of those that have so many bytes to do already."""
-    parts = adaptive_sharding(sizes, list(loads.values())).parts
+    parts = adaptive_sharding(sizes, list(loads.values()))
     return {name: rank for rank, part in zip(loads, parts, strict=True) for name in part}
 
 

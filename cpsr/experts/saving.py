@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cpsr.config import ExpertsConfig
 from cpsr.engines.adapter import Mixture
-from cpsr.engines.moe.operators import ExpertLayer, ModelOperators, experts_of
+from cpsr.engines.moe.operators import Expert, ExpertLayer, ModelOperators, experts_of
 from cpsr.experts.account import ExpertAccount, Loss
 from cpsr.experts.in_memory import Agreed, InMemory
 from cpsr.experts.moetion import Moetion
@@ -102,7 +102,6 @@ class ExpertSaving:
         gathered = self._group.gather([self._bytes_in_an_interval(), whole, self.in_memory.wanted_bytes()])
         self._take()
         self._agree_in_memory([part[2] for part in gathered])
-        every = any(part[1] for part in gathered)
         history = self._history
         load = Load(
             history.unsaved_tokens,
@@ -112,11 +111,13 @@ class ExpertSaving:
             self._account.lost_tokens,
         )
         budget = self._budget([part[0] for part in gathered])
-        chosen = history.experts if every else self._policy.select(self._step, load, budget)
+        chosen: Sequence[Expert] = history.experts
+        if not any(part[1] for part in gathered):
+            chosen = self._policy.select(self._step, load, budget)
         history.begun(iteration, chosen)
         self.in_memory.copies_all(iteration)
         self._step += 1
-        return None if every else frozenset(map(unit_name, chosen))
+        return None if len(chosen) == len(history.experts) else frozenset(map(unit_name, chosen))
 
     def agree_in_memory(self) -> None:
         """Let snapshots in host memory follow what was measured up to now; a collective."""

@@ -2,25 +2,11 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-__all__ = ["Sharding", "adaptive_sharding"]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """Assignment of parts to ranks.
-
-    Attributes:
-        parts: for each rank, names of the non-expert parts that it saves.
-        rank_bytes: for each rank, all bytes that it saves, experts included. A checkpoint waits for the largest.
-    """
-
-    parts: tuple[tuple[str, ...], ...]
-    rank_bytes: tuple[int, ...]
+__all__ = ["adaptive_sharding"]
 
 
-def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> Sharding:
+def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]) -> tuple[tuple[str, ...], ...]:
     """Parts over ranks, the largest first, each to the rank that has least to save (ADPS).
 
     Only for replicated state (ZeRO-0, DDP). Parts are not divided: no rank can have less to do than
@@ -32,7 +18,8 @@ def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]
         expert_bytes: for each rank, what it saves of experts in this snapshot.
 
     Returns:
-        The same on every rank that gives it the same: between equals the first rank and the first part go first.
+        For each rank, the parts that it saves; the same on every rank that gives it the same: between equals the first
+        rank and the first part go first.
 
     Source: pec, section 3.2. The bounds are those of longest-processing-time scheduling: C.-Y. Lee, "Parallel machines
     scheduling with nonsimultaneous machine available time", 1991; R. L. Graham, "Bounds on multiprocessing timing
@@ -45,7 +32,4 @@ def adaptive_sharding(part_bytes: Mapping[str, int], expert_bytes: Sequence[int]
         size, rank = least[0]
         parts[rank].append(name)
         heapq.heapreplace(least, (size + part_bytes[name], rank))
-    rank_bytes = [0] * len(expert_bytes)
-    for size, rank in least:
-        rank_bytes[rank] = size
-    return Sharding(tuple(map(tuple, parts)), tuple(rank_bytes))
+    return tuple(map(tuple, parts))

@@ -18,12 +18,12 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.errors import CheckpointError, RecoveryError, RunMismatchError
 from cpsr.job import Job
 from cpsr.peers.peer import fetched_path
-from cpsr.peers.replicator import Outgoing, Replicator
 from cpsr.ranks.group import Group, this_node
 from cpsr.replay.windows import Windows
 
 if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
     from cpsr.experts.in_memory import InMemory
+    from cpsr.peers.replicator import Outgoing, Replicator
 
 __all__ = ["HostMemory", "claim_memory"]
 
@@ -116,7 +116,9 @@ class HostMemory:
         self.replicates = self.survives and sends and len(run.local_ranks) < group.size
         if self.replicates:
             assert memory is not None
-            self._replicator = Replicator(
+            from cpsr.peers import replicator
+
+            self._replicator = replicator.Replicator(
                 memory,
                 group,
                 job.adapter.data_parallel_ranks,
@@ -137,7 +139,7 @@ class HostMemory:
             self.windows.replaying.after_step(iteration)
 
     @property
-    def links(self) -> Sequence[Outgoing]:
+    def links(self) -> "Sequence[Outgoing]":
         """To the ranks on other machines that hold replicas of this rank's states; empty where none does."""
         return () if self._replicator is None else self._replicator.outgoing
 
