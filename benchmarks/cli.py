@@ -261,14 +261,14 @@ def service(
 @bench.command()
 def experts(
     json_path: JsonPath = None,
-    shares: Annotated[
-        bool, typer.Option("--shares", help="Also train short jobs whose ranks share their copies.")
+    full: Annotated[
+        bool, typer.Option("--full", help="Also measure copies that ranks share, and updates by a replica's holder.")
     ] = False,
 ) -> None:
     """Bytes of snapshots of a mixture of experts beside the papers."""
     from cpsr.benchmarks.experts.run import main as run_experts
 
-    run_experts(json_path, shares=shares)
+    run_experts(json_path, full=full)
 
 
 @bench.command()

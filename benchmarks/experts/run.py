@@ -1,4 +1,4 @@
-"""`cpsr bench experts`: bytes of snapshots of mixtures beside the papers; of ranks that share them, in short jobs."""
+"""`cpsr bench experts`: bytes of snapshots of mixtures beside the papers; shares and updates by a holder, measured."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -8,6 +8,7 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.benchmarks.experts.recomputed import measure_updates
 from cpsr.benchmarks.experts.shapes import MOETION_EXPERTS, SPREAD_OF_64, Shape, moetion_shape, pec_shape
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.ranks import run_ranks
@@ -63,8 +64,8 @@ class SnapshotSize:
         return 1 - self.snapshot_bytes / self.dense_bytes
 
 
-def main(json_path: Path | None = None, *, shares: bool = False) -> None:
-    """Compute, print the tables, and write the JSON file; train short jobs as well if `shares` are measured."""
+def main(json_path: Path | None = None, *, full: bool = False) -> None:
+    """Compute, print the tables, and write the JSON file; `full` also measures shares and updates."""
     with measuring("experts", json_path) as call:
         found, busiest, lost = sizes(), rank_bytes(), levels()
         call.table(
@@ -84,7 +85,8 @@ def main(json_path: Path | None = None, *, shares: bool = False) -> None:
             ("experts a layer in memory", "lost, over that with one"),
             [(str(count), f"{portion:.2f}") for count, portion in lost.items()],
         )
-        measured = [_measured(call.directory, *job) for job in JOBS] if shares else []
+        updates = measure_updates(call) if full else None
+        measured = [_measured(call.directory, *job) for job in JOBS] if full else []
         if measured:
             call.table(
                 "A snapshot of the busiest rank: each copies all, and its share",
@@ -98,7 +100,8 @@ def main(json_path: Path | None = None, *, shares: bool = False) -> None:
         }
         call.judge(aims)
         sized = [asdict(size) for size in found]
-        call.leave({"aims": aims, "sizes": sized, "rank_bytes": busiest, "levels": lost, "shares": measured})
+        bytes_of = {"sizes": sized, "rank_bytes": busiest, "levels": lost}
+        call.leave({"aims": aims, **bytes_of, "shares": measured, "updates": updates})
 
 
 def _measured(directory: Path, ranks: int, expert_parallel: int) -> dict[str, Any]:
@@ -212,14 +215,14 @@ def rank_bytes() -> dict[str, int]:
     ranks = shape.layers[0].experts
     layers = [replace(layer, expert_parallel=ExpertParallel(ranks)) for layer in shape.layers]
     policy, load = Sequential(layers), Load(zeros(layers), zeros(layers))
-    adaptive, equal = [], []
+    adaptive, equal = list[int](), list[int]()
     for step in range(ranks):
         experts = [0] * ranks
         for expert in policy.select(step, load, Budget(experts_per_layer=1)):
             experts[layers[expert.layer].owner(expert.index)] += layers[expert.layer].expert_bytes
-        adaptive.append(max(adaptive_sharding(shape.parts, experts).rank_bytes))
-        alone = adaptive_sharding(shape.parts, [0] * ranks)
-        equal.append(max(own + more for own, more in zip(alone.rank_bytes, experts, strict=True)))
+        for found, weighed in ((adaptive, experts), (equal, [0] * ranks)):
+            parts = [sum(shape.parts[name] for name in own) for own in adaptive_sharding(shape.parts, weighed)]
+            found.append(max(map(sum, zip(parts, experts, strict=True))))
     own = sum(layer.expert_bytes for layer in layers)
     return {
         "every_rank_saves_all": shape.non_expert_bytes + own,

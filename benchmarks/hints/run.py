@@ -11,7 +11,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -22,7 +21,6 @@ from numpy.typing import NDArray
 
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval
 from cpsr.benchmarks.harness.measurement import interval_text, measuring
-from cpsr.benchmarks.harness.processes import default_workers
 from cpsr.benchmarks.hints.work import LOOPS, Life, is_even, run
 from cpsr.errors import CPSRError
 from cpsr.hints.placement import place
@@ -101,20 +99,15 @@ def main(json_path: Path | None = None, size: Size | None = None, workdir: Path 
     with (
         measuring("hints", json_path, workdir) as call,
         tempfile.TemporaryDirectory(dir="/dev/shm") as lives,  # a store into a disk file may wait
-        ThreadPoolExecutor(default_workers()) as pool,
     ):
         advance = call.bar("loops", size.rounds * len(cells))
 
-        def measured(item: tuple[int, int]) -> Turn:
-            name = f"{item[0]}-{item[1]}"
+        results: dict[tuple[str, float], list[Turn]] = {cell: [] for cell in cells}
+        for number, (place, cell) in product(range(size.rounds), enumerate(cells)):  # one at a time: its times count
+            name = f"{number}-{place}"
             runs = _Runs(call.directory / name, Path(lives) / name)
-            found = _turn(runs, *cells[item[1]], float(when[item]))
+            results[cell].append(_turn(runs, *cell, float(when[number, place])))
             advance()
-            return found
-
-        items = list(product(range(size.rounds), range(len(cells))))
-        found = dict(zip(items, pool.map(measured, items), strict=True))
-        results = {cell: [found[number, place] for number in range(size.rounds)] for place, cell in enumerate(cells)}
         ratios = {cell: median_interval([one.repeated / one.even for one in turns]) for cell, turns in results.items()}
         call.table(
             f"{size.rounds} rounds; medians, and bounds of 95%",
