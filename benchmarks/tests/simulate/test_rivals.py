@@ -59,7 +59,7 @@ def test_the_exact_form_is_a_minimum_of_eq_17(these: PaperTerms) -> None:
 
 
 def test_ten_minutes_between_failures_make_the_theorem_much_too_long() -> None:
-    """B < 0 there: the part that the theorem drops is most of its answer. The example of docs/theorem.md."""
+    """B < 0 there: the part that the theorem drops is most of its answer. The example of docs/papers/cpsr.md."""
     phase = replace(PHASE, tau2=-5.0)
     inputs = PlannerInputs(0.6, stall_seconds=30.0, persist_seconds=5.0, failures_per_second=1 / 600, phase=phase)
     these = paper_terms(inputs)
