@@ -60,17 +60,27 @@ class Sealed:
 
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
         """See `Image.pieces`; OSError where the file cannot be read."""
+        yield from self.between([(PAGE_BYTES, self.size)])
+        yield 0, memoryview(self.page)
+
+    def between(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:
+        """Pieces of these spans of the file, each from its first byte to the one after its last.
+
+        Raises:
+            CheckpointError: the file holds another slab by now.
+            OSError: it cannot be read.
+        """
         descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            room, offset = memoryview(bytearray(PIECE_BYTES)), PAGE_BYTES
-            while offset < self.size:
-                length = os.preadv(descriptor, [room[: self.size - offset]], offset)
-                # Looked at after the bytes, so that they are of this state.
-                if not length or os.pread(descriptor, PAGE_BYTES, 0) != self.page:
-                    raise CheckpointError(f"{self.path.name} was overwritten while it was sent")
-                yield offset, room[:length]
-                offset += length
-            yield 0, memoryview(self.page)
+            room = memoryview(bytearray(PIECE_BYTES))
+            for offset, end in spans:
+                while offset < end:
+                    length = os.preadv(descriptor, [room[: end - offset]], offset)
+                    # Looked at after the bytes, so that they are of this state.
+                    if not length or os.pread(descriptor, PAGE_BYTES, 0) != self.page:
+                        raise CheckpointError(f"{self.path.name} was overwritten while it was sent")
+                    yield offset, room[:length]
+                    offset += length
         finally:
             os.close(descriptor)
 

@@ -176,7 +176,7 @@ def _assigned(sizes: Mapping[str, int], loads: Mapping[int, int]) -> dict[str, i
 def _bytes_of_owners(
     experts: Mapping[int, _Experts], owners: Mapping[tuple[str, str], _Owner]
 ) -> dict[int, dict[str, int]]:
-    """By rank: the experts of which it is the owner, and their bytes."""
+    """The bytes of each rank's own experts."""
     return {
         rank: {unit: size for unit, (described, size) in held.items() if owners[unit, described].rank == rank}
         for rank, held in experts.items()

@@ -20,7 +20,7 @@ from cpsr.experts.routed import RoutedTokens, unit_name
 __all__ = ["Agreed", "InMemory"]
 
 MEASURED_SNAPSHOTS = 8  # the time between two is the median of this many
-KEPT_SNAPSHOTS = 64  # of which it is known what their experts have learned from: some may still be sent
+KEPT_SNAPSHOTS = 64  # whose token counts are kept, since some may still be sent
 
 
 @dataclass(frozen=True)

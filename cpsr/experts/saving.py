@@ -126,10 +126,8 @@ class ExpertSaving:
         self._agree_in_memory(measured)
 
     def _agree_in_memory(self, measured: Sequence[float | None]) -> None:
-        known = [one for one in measured if one is not None]
         self._rates = self._history.rates(self._rates)
-        least = min(known) if len(known) == len(measured) else None
-        self.in_memory.agree(Agreed(least, self._rates, self._history.tokens, self._account.lost_tokens))
+        self.in_memory.agree(Agreed(_least(measured), self._rates, self._history.tokens, self._account.lost_tokens))
 
     def note_saved(self, saved_bytes: int, write_seconds: float, interval_seconds: float) -> None:
         """Record the cost of a checkpoint on this rank, which policies by bytes use.
@@ -210,12 +208,12 @@ class ExpertSaving:
         count = self._config.experts_per_layer
         if self._config.policy != "moetion":
             return Budget(experts_per_layer=count)
-        known = [budget for budget in measured if budget is not None]
-        if len(known) < len(measured):
+        least = _least(measured)
+        if least is None:
             wanted = sum(min(count, layer.experts) * layer.expert_bytes for layer in self._layers)
             return Budget(snapshot_bytes=wanted / self._layers[0].expert_parallel.size)
         # A positive number even where non-expert parts take more than there is: one expert is always saved.
-        return Budget(snapshot_bytes=max(1.0, min(known)))
+        return Budget(snapshot_bytes=max(1.0, least))
 
     def _bytes_in_an_interval(self) -> float | None:
         """Bytes of experts that this rank can write until the next checkpoint; None before any measurement."""
@@ -235,6 +233,12 @@ class ExpertSaving:
         if unknown := oldest.keys() - set(names):
             raise ValueError(f"the model has no expert {min(unknown)}: it has {names[0]} to {names[-1]}")
         return numpy.array([oldest.get(name, iteration) for name in names])
+
+
+def _least(measured: Sequence[float | None]) -> float | None:
+    """Of what ranks measured; None until all have."""
+    known = [one for one in measured if one is not None]
+    return min(known) if len(known) == len(measured) else None
 
 
 def policy_named(name: str, layers: Sequence[ExpertLayer], lost_portion_limit: float) -> Policy:

@@ -22,7 +22,7 @@ class Whole:
 
     Args:
         writes: assigns replicated state to the ranks that write it; None: each rank writes its own.
-        tokens: counts those of experts; None: nobody needs them.
+        tokens: the counter of experts' tokens; None where neither a policy nor windows use them.
 
     Attributes:
         writes: as given, until `write_own`.
@@ -114,7 +114,7 @@ class SomeExperts(Whole):
 
     def __init__(self, experts: "ExpertSaving", writes: WriteAssignment | None, restored: Restored) -> None:
         super().__init__(writes, experts.tokens)
-        self._experts = experts
+        self._experts, self._operators = experts, frozenset(experts.units)
         self._all_next = True  # until a checkpoint of this attempt has all of them, none can be left out
         # The engine may have younger experts than the checkpoint of its iteration, if there is one.
         older = restored.beginning is Beginning.OLDER_EXPERTS or any(one.tier == "memory" for one in restored.sources)
@@ -132,12 +132,12 @@ class SomeExperts(Whole):
         self._whole_iteration = iteration if chosen is None else None
         units = self._experts.units
         saved = frozenset(name for name, unit in units.items() if chosen is None or unit in chosen)
-        return self._written(Contents.sparse(frozenset(units), saved), chosen)
+        return self._written(Contents.sparse(self._operators, saved), chosen)
 
     def due_in_memory(self, iteration: int) -> Contents:
         """The experts with the most to lose, as many as an iteration hides."""
         left_out = self._experts.in_memory.left_out(iteration)
-        return self._written(Contents(frozenset(self._experts.units), left_out), None)
+        return self._written(Contents(self._operators, left_out), None)
 
     def agree_in_memory(self) -> None:
         """See `Whole.agree_in_memory`."""

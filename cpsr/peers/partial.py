@@ -1,7 +1,6 @@
 """What a holder is sent of a snapshot: what it lacks in the same place, and of experts as many as its link takes."""
 
 import json
-import os
 import statistics
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,24 +52,11 @@ class Partial:
 
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
         """See `Image.pieces`; OSError where the file cannot be read."""
-        descriptor = os.open(self.whole.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            room = memoryview(bytearray(PIECE_BYTES))
-            for begin, end in self.spans:
-                at = begin
-                while at < end:
-                    length = os.preadv(descriptor, [room[: min(end - at, PIECE_BYTES)]], at)
-                    # Looked at after the bytes, so that they are of this state.
-                    if not length or os.pread(descriptor, PAGE_BYTES, 0) != self.whole.page:
-                        raise CheckpointError(f"{self.whole.path.name} was overwritten while it was sent")
-                    yield at, room[:length]
-                    at += length
-            header = memoryview(self.header)
-            for at in range(PAGE_BYTES, len(header), PIECE_BYTES):
-                yield at, header[at : at + PIECE_BYTES]
-            yield 0, header[:PAGE_BYTES]
-        finally:
-            os.close(descriptor)
+        yield from self.whole.between(self.spans)
+        header = memoryview(self.header)
+        for at in range(PAGE_BYTES, len(header), PIECE_BYTES):
+            yield at, header[at : at + PIECE_BYTES]
+        yield 0, header[:PAGE_BYTES]
 
 
 @dataclass
