@@ -17,6 +17,7 @@ from typing import Any
 
 from cpsr.benchmarks.faults.oracle import Verdict, restart
 from cpsr.benchmarks.faults.tracing import CHANGING, READING, Call, Tracer, read_calls
+from cpsr.checkpoint import files
 from cpsr.errors import CPSRError
 
 __all__ = ["POLL_SECONDS", "Gate", "Stage", "fork", "wait_for"]
@@ -117,6 +118,16 @@ def wait_for(child: int, timeout_seconds: float = 60.0) -> int:
         time.sleep(POLL_SECONDS)
 
 
+def _on_one_thread(work: Callable[[Path, Gate], object], run_dir: Path, gate: Gate) -> None:
+    """Do the work in a fork that never spreads calls on files over threads.
+
+    strace counts the calls of each thread. On a slow machine the n-th call of a thread would be another one than in the
+    run that was recorded, and the fault would meet a later save.
+    """
+    files.THREADS = 1
+    work(run_dir, gate)
+
+
 class Stage:
     """Where the runs lie, and the processes that work in them.
 
@@ -167,7 +178,7 @@ class Stage:
         self.renew()
         gate = Gate()
         companion = None if beside is None else fork(lambda: beside(self.run_dir, gate))
-        child = fork(lambda: work(self.run_dir, gate))
+        child = fork(lambda: _on_one_thread(work, self.run_dir, gate))
         try:
             gate.await_arrival()
             names = (*CHANGING, *READING) if reading else CHANGING

@@ -1,5 +1,6 @@
 """What is recorded of a process, and what an injection does to it."""
 
+import math
 import signal
 import subprocess
 import sys
@@ -7,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.benchmarks.faults.errors import save_all
+from cpsr.benchmarks.faults.saves import RETENTION, SPARSE
+from cpsr.benchmarks.faults.stage import Stage
 from cpsr.benchmarks.faults.tracing import Call, Tracer, read_calls, why_no_strace
 from cpsr.errors import CPSRError
 
@@ -114,3 +118,13 @@ def test_calls_that_others_came_between_are_whole(tmp_path: Path) -> None:
         (12, "write 1 of 1: b", None, False),
     ]
     assert calls[1].arguments == '3</work/a>, ""..., 9'
+
+
+def test_calls_keep_their_numbers_where_files_are_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = []
+    for wait_seconds in (math.inf, 0.0):
+        monkeypatch.setattr("cpsr.checkpoint.files.WAIT_SECONDS", wait_seconds)
+        stage = Stage(tmp_path / f"{wait_seconds:g}", SPARSE.prepare)
+        stage.traced(lambda run_dir, gate: save_all(SPARSE, run_dir, gate, RETENTION))
+        numbers.append([call.number for call in stage.calls() if call.name == "unlink"])
+    assert numbers[0] == numbers[1] == list(range(1, len(numbers[0]) + 1))
