@@ -13,9 +13,9 @@ import torch
 from cpsr.errors import SaveError
 from cpsr.state.device_values import Arrival, Deadline
 from cpsr.state.frozen_parameters import FrozenWeights, hash_of
-from cpsr.state.shard import OperatorState, Shard
+from cpsr.state.shard import OperatorState, Shard, integers_of
 
-__all__ = ["DISTURBED", "BoundaryBuffers", "EarlierStep", "WriteWatch", "as_integers"]
+__all__ = ["DISTURBED", "BoundaryBuffers", "EarlierStep", "WriteWatch"]
 
 # Running statistics and counters are copied at every boundary: torch changes them without a new version. Larger ones
 # (attention masks) are copied when their version has changed; or always, once they were found to change without one,
@@ -163,7 +163,6 @@ DISTURBED = (
 THOROUGH_SNAPSHOTS = 3  # of a life; later ones for host memory alone are watched by single elements
 ROWS_MAX = 1 << 16  # of a tensor that are looked at
 _VERSION = attrgetter("_version")
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 class WriteWatch:
@@ -301,13 +300,9 @@ class WriteWatch:
         self._elements, self._rows = [], []
         for one in held:
             if not one.values.is_cuda:
-                integers, row = as_integers(one.values), one.global_shape[-1] if len(one.global_shape) > 1 else 1
+                integers, row = (
+                    integers_of(one.values).numpy(),
+                    one.global_shape[-1] if len(one.global_shape) > 1 else 1,
+                )
                 self._elements.append(integers[len(integers) // 2 :][:1].data)
                 self._rows.append(integers[:: max(1, row, len(integers) // ROWS_MAX)])
-
-
-def as_integers(values: torch.Tensor) -> Any:
-    """The elements of a flat tensor on the host as integers of the same size, in NumPy; a view."""
-    if values.is_complex():
-        values = torch.view_as_real(values).reshape(-1)
-    return values.view(_INTEGERS[values.element_size()]).numpy()

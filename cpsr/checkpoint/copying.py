@@ -197,6 +197,11 @@ class CopyEngine:
         return CopyEngine(name, device, writes, weights_there=weights is not None)
 
     @property
+    def copies_weights_on_device(self) -> bool:
+        """Whether weights and moments are on the device."""
+        return self._stream is not None
+
+    @property
     def copies_in_order(self) -> bool:
         """Whether a copy is complete when the thread comes to what it was given next."""
         return self.device is None
@@ -253,7 +258,7 @@ class CopyEngine:
             early: confirm it now, if nothing has changed in the snapshots before.
             on_disturbed: called where the loop has changed the sources, and the copy is given up; from any thread,
                 perhaps twice.
-            beside: looks at the sources, in the thread, before the copy is complete; on a device it is not called.
+            beside: looks at the sources before the copy is complete, in the thread, or on a device by what it enqueues.
         """
         writes = self.writes
         if not writes.disturbed:
@@ -288,7 +293,7 @@ class CopyEngine:
         beside: Callable[[], object],
     ) -> RunningCopy:
         if self._stream is not None:
-            return DeviceCopy(self._stream, plan().pairs(parts), small)
+            return DeviceCopy(self._stream, plan().pairs(parts), small, beside)
         paced = None if self.pace is None else PacedCopy(self.pace, small, self.arrival())
         running = RunningCopy(small, self.arrival()) if paced is None else paced
         running.copied = self._worker.submit(self._copy_on_host, plan, parts, beside, paced)

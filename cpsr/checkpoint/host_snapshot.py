@@ -87,19 +87,19 @@ class _Later(Generic[_Value]):
         default: value of a new object; without one it must be given.
     """
 
-    def __init__(self, *default: _Value) -> None:
+    def __init__(self, *default: _Value | Callable[[], _Value]) -> None:
         self._default = default
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
 
     @overload
-    def __get__(self, instance: None, owner: type) -> _Value: ...
+    def __get__(self, instance: None, owner: type) -> _Value | Callable[[], _Value]: ...
 
     @overload
     def __get__(self, instance: object, owner: type) -> _Value: ...
 
-    def __get__(self, instance: object | None, owner: type) -> _Value:
+    def __get__(self, instance: object | None, owner: type) -> _Value | Callable[[], _Value]:
         if instance is None:
             if not self._default:
                 raise AttributeError  # the field has no default
@@ -132,9 +132,9 @@ class Snapshot:
         part_bytes: of each part of its buffer.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
         lacking: parts that other ranks of this machine hold of this iteration, and this one does not.
-        samples: hash of a few elements of each part that ranks share; set by the copying thread.
-        left_hashes: `cpsr.checkpoint.replicated.state_hash` of what it lacks, of a checkpoint; likewise.
-        mean_second_moment: of the whole shard, where something is lacking; likewise.
+        samples: hash of a few elements of each part that ranks share, once the copy is complete.
+        state_hashes: of a checkpoint, hashes of what it lacks, and from a device of all that ranks share; likewise.
+        second_moments: `Shard.second_moments` of the whole shard, where something is lacking; likewise.
         sealed: whether it survives the process, once that is known; None where that has not been asked for.
         encoded: the scalars as `cpsr.state.codec.encode` gives them; None where a device has a part of them.
         place: number of its buffer in the pool.
@@ -153,9 +153,9 @@ class Snapshot:
     part_bytes: Mapping[str, int] = field(default_factory=dict)
     source: int | None = None
     lacking: frozenset[str] = frozenset()
-    samples: Mapping[str, str] = field(default_factory=dict)
-    left_hashes: Mapping[str, str] = field(default_factory=dict)
-    mean_second_moment: float | None = None
+    samples: _Later[Mapping[str, str]] = _Later(dict)
+    state_hashes: _Later[Mapping[str, str]] = _Later(dict)
+    second_moments: torch.Tensor | None = None
     sealed: "Future[bool] | None" = None
     encoded: tuple[Any, dict[str, torch.Tensor]] | None = None
     place: int = -1

@@ -179,7 +179,7 @@ class OperatorRecord(_RecordOfSome):
         default=None, description="rank in whose files it is; absent: this one's (see `cpsr.checkpoint.replicated`)"
     )
     xxh3_128: Xxh3 | None = Field(
-        default=None, description="hash of weights and moments where other ranks hold them, too"
+        default=None, description="where other ranks hold it, too: hash of weights and moments, or of a GPU's checksums"
     )
     block: tuple[Count, ...] | None = Field(
         default=None, description="shape of a block that is no range; see `cpsr.state.shard.ParamSlice`"

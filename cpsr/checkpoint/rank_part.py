@@ -146,7 +146,7 @@ class RankPartWriter:
         found: dict[str, OperatorRecord] = {}
         for name, writer in contents.writers.items():
             if name not in contents.carried:
-                xxh3_128 = snapshot.left_hashes.get(name) or state_hash(snapshot.shard.operators[name])
+                xxh3_128 = snapshot.state_hashes.get(name) or state_hash(snapshot.shard.operators[name])
                 taken: dict[str, Any] = {"iteration": snapshot.iteration, "saved_by": writer, "xxh3_128": xxh3_128}
                 taken["apart"] = name in contents.experts or None
                 found[name] = contents.replicated[name].model_copy(update=taken)
@@ -162,13 +162,11 @@ class RankPartWriter:
 
 def _written_operators(snapshot: Snapshot) -> dict[str, OperatorRecord]:
     """Records of the written operators, with hashes of those that other ranks hold, too."""
-    contents = snapshot.contents
-    return {
-        name: operator_record(
-            one, state_hash(one) if name in contents.replicated else None, apart=name in contents.experts
-        )
-        for name, one in contents.written(snapshot.shard).operators.items()
-    }
+    contents, found = snapshot.contents, dict[str, OperatorRecord]()
+    for name, one in contents.written(snapshot.shard).operators.items():
+        xxh3_128 = (snapshot.state_hashes.get(name) or state_hash(one)) if name in contents.replicated else None
+        found[name] = operator_record(one, xxh3_128, apart=name in contents.experts)
+    return found
 
 
 def _slabs(

@@ -5,70 +5,180 @@ operator. The other ranks' manifests describe it, too, and name that rank: a man
 and loading reads the files of several ranks.
 
 Every rank puts the hash of each replicated operator into its manifest. Rank 0 commits nothing if two hashes differ.
-Between checkpoints each rank hashes a few elements of each, by which a restart joins only what belongs together.
+A device makes checksums of what another rank copies, where it lies. Between checkpoints each rank hashes a few elements
+of each, by which a restart joins only what belongs together.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import cache, partial
 from typing import Any
 
 import numpy
 import torch
 import xxhash
 
-from cpsr.checkpoint.boundary import as_integers
 from cpsr.checkpoint.manifest import RankManifest, writer_of
 from cpsr.checkpoint.parts import REST, Parts
 from cpsr.errors import SaveError
-from cpsr.state.shard import OperatorState, Shard
+from cpsr.state.device_values import to_host
+from cpsr.state.shard import OperatorState, Shard, integers_of
 
-__all__ = ["DriftedError", "Samples", "missing_among", "refuse_drifted", "state_hash"]
+__all__ = ["DriftedError", "Replicas", "can_share", "factors", "missing_among", "refuse_drifted", "state_hash", "sums"]
 
-SAMPLED_ELEMENTS = 64  # of each tensor
+# Of each tensor. Ranks begin to share when a commit has found all of it equal.
+SAMPLED_ELEMENTS = 12
+WORD_BYTES = 4
+WORDS_AT_ONCE = 1 << 20  # with their products 20 MiB of the device's memory
 
 
 class DriftedError(SaveError):
     """Replicas of an operator differ between two ranks, so that no rank can write for another."""
 
 
+def can_share(shard: Shard) -> bool:
+    """Whether `Replicas` compares all operators: they lie on one device, and none there has elements above 4 bytes."""
+    tensors = [values for _, values in Shard(shard.operators).tensors()]
+    alike = len({values.device for values in tensors}) == 1
+    return alike and all(not values.is_cuda or values.element_size() <= WORD_BYTES for values in tensors)
+
+
 def state_hash(operator: OperatorState) -> str:
     """xxh3-128 of an operator's weights and moments on the host, in hexadecimal."""
     state = xxhash.xxh3_128()
-    for values in (operator.parameter.values, *(operator.moments[key] for key in sorted(operator.moments))):
+    for values in _tensors(operator):
         state.update(values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     return str(state.hexdigest())
 
 
-class Samples:
-    """Hashes of evenly spread elements of what ranks share, of shards on the host.
+class Replicas:
+    """Compares what ranks share, without copies of it.
 
-    Ranks that train apart differ in most elements; a single one that differs is found at the next checkpoint.
+    Each method reads shards in the order of the current stream, and waits for no device. The function that it returns
+    gives the values, once the device has come there.
     """
 
     def __init__(self) -> None:
         self._operators: dict[str, OperatorState] = {}
-        self._views: dict[str, dict[Any, list[Any]]] = {}  # of each part, by element type: one call packs them
+        self._tensors: dict[str, list[torch.Tensor]] = {}  # of each part, as integers
+        self._chunks: dict[str, list[list[torch.Tensor]]] = {}
+        self._sampled: list[tuple[list[Any], list[tuple[str, int]]]] = []  # by type: views; part and number of elements
+        self._factors: tuple[torch.Tensor, ...] = ()
 
-    def of(self, shard: Shard, parts: Parts) -> dict[str, str]:
-        """Part -> xxh3-64 of these elements of its weights and moments, in hexadecimal; always of the same parts."""
-        if shard.operators is not self._operators:  # tensors were replaced
-            self._prepare(shard, parts)
-        found = dict[str, str]()
-        for part, views in self._views.items():
-            state = xxhash.xxh3_64()
-            for alike in views.values():
-                state.update(numpy.concatenate(alike).data)
-            found[part] = state.hexdigest()
-        return found
+    def samples(self, shard: Shard, parts: Parts) -> Callable[[], dict[str, str]]:
+        """Part -> xxh3-64 of evenly spread elements of its weights and moments, in hexadecimal.
 
-    def _prepare(self, shard: Shard, parts: Parts) -> None:
-        self._operators, self._views = shard.operators, {}
+        Ranks that train apart differ in most elements; a single one that differs is found at the next checkpoint.
+        """
+        self._look(shard, parts)
+        with torch.no_grad():
+            packed = [
+                to_host(torch.cat(views)) if isinstance(views[0], torch.Tensor) else numpy.concatenate(views)
+                for views, _ in self._sampled
+            ]
+        return partial(_hashed, packed, [counts for _, counts in self._sampled])
+
+    def checksums(self, shard: Shard, parts: Parts, names: Collection[str]) -> Callable[[], dict[str, str]]:
+        """Each of these operators -> xxh3-128 of the `sums` of its whole part, in hexadecimal.
+
+        All ranks that have a part have the same operators in it.
+        """
+        self._look(shard, parts)
+        wanted = sorted(parts.of_all(names))
+        for part in wanted:
+            if part not in self._chunks:
+                self._chunks[part] = list(_in_chunks(self._tensors[part]))
+        chunks = [chunk for part in wanted for chunk in self._chunks[part]]
+        with torch.no_grad():
+            pairs = [sums(torch.cat(chunk), self._factors_on(chunk[0])) for chunk in chunks]
+            found = to_host(torch.stack(pairs)) if pairs else ()
+        counts = [(part, len(self._chunks[part])) for part in wanted]
+
+        def by_operator() -> dict[str, str]:
+            of_part = _hashed([found], [counts], xxhash.xxh3_128)
+            return {name: of_part[parts.of(name)] for name in names}
+
+        return by_operator
+
+    def _factors_on(self, like: torch.Tensor) -> torch.Tensor:
+        if not self._factors:
+            made = factors()
+            # Both are kept: the device copies when it comes there.
+            host = torch.empty(made.shape, dtype=made.dtype, device="cpu", pin_memory=like.is_cuda).copy_(made)
+            there = torch.empty(made.shape, dtype=made.dtype, device=like.device)
+            self._factors = host, there.copy_(host, non_blocking=True)
+        return self._factors[1]
+
+    def _look(self, shard: Shard, parts: Parts) -> None:
+        """Make views, where tensors were replaced."""
+        if shard.operators is self._operators:
+            return
+        self._operators, self._tensors, self._chunks = shard.operators, {}, {}
         for name, one in shard.operators.items():
             if (part := parts.of(name)) != REST:
-                views = self._views.setdefault(part, {})
-                for values in (one.parameter.values, *(one.moments[key] for key in sorted(one.moments))):
-                    integers = as_integers(values.detach())
-                    step = max(1, len(integers) // SAMPLED_ELEMENTS)
-                    views.setdefault(integers.dtype, []).append(integers[::step])
+                self._tensors.setdefault(part, []).extend(map(integers_of, _tensors(one)))
+        by_type: dict[torch.dtype, tuple[list[Any], Counter[str]]] = {}
+        for part, tensors in self._tensors.items():
+            for values in tensors:
+                views, counts = by_type.setdefault(values.dtype, ([], Counter()))
+                some = values[:: max(1, len(values) // SAMPLED_ELEMENTS)]
+                views.append(some if some.is_cuda else some.numpy())
+                counts[part] += len(some)
+        self._sampled = [(views, list(counts.items())) for views, counts in by_type.values()]
+
+
+def _tensors(operator: OperatorState) -> list[torch.Tensor]:
+    return [operator.parameter.values, *(operator.moments[key] for key in sorted(operator.moments))]
+
+
+def _hashed(
+    packed: Iterable[Any], counts: Iterable[Iterable[tuple[str, int]]], kind: Callable[[], Any] = xxhash.xxh3_64
+) -> dict[str, str]:
+    """Part -> hash of its rows, which follow each other in each of these arrays."""
+    states: dict[str, Any] = {}
+    for rows, of_parts in zip(packed, counts, strict=True):
+        content, at = numpy.asarray(rows).data, 0
+        for part, count in of_parts:
+            if part not in states:
+                states[part] = kind()
+            states[part].update(content[at : at + count])
+            at += count
+    return {part: state.hexdigest() for part, state in states.items()}
+
+
+def _in_chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The elements of flat tensors, in their order, at most `WORDS_AT_ONCE` together."""
+    chunk, words = list[torch.Tensor](), 0
+    for one in tensors:
+        for piece in torch.split(one, WORDS_AT_ONCE):
+            if chunk and words + len(piece) > WORDS_AT_ONCE:
+                yield chunk
+                chunk, words = [], 0
+            chunk.append(piece)
+            words += len(piece)
+    yield chunk
+
+
+def sums(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """Two checksums of at most `WORDS_AT_ONCE` integers of at most 32 bits: by `factors`, modulo 2^64.
+
+    They are the same on each device, whatever the order of its additions. A change of one word alone always changes
+    both: it is less than 2^32 in size, and an odd number times that is no multiple of 2^64. Any other change leaves
+    both as they were for 2^-64 of all factors, or fewer. Let 2^v divide all differences, with v < 32, and one of them
+    no further: its product has 2^(63-v) values, by the factor, and one of them cancels all other products.
+    """
+    products: torch.Tensor = words * factors[:, : len(words)]
+    return products.sum(1)
+
+
+@cache
+def factors() -> torch.Tensor:
+    """Two rows of odd 64-bit numbers without a pattern, the same ones everywhere (splitmix64)."""
+    state = numpy.arange(1, 2 * WORDS_AT_ONCE + 1, dtype=numpy.uint64) * numpy.uint64(0x9E3779B97F4A7C15)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        state = (state ^ (state >> numpy.uint64(shift))) * numpy.uint64(factor)
+    state ^= state >> numpy.uint64(31)
+    return torch.from_numpy((state | numpy.uint64(1)).view(numpy.int64)).view(2, -1)
 
 
 def missing_among(records: Mapping[int, RankManifest]) -> Iterator[tuple[int, str]]:
@@ -104,6 +214,7 @@ def refuse_drifted(records: Mapping[int, RankManifest]) -> None:
         for name, one in record.operators.items():
             if one.saved_by is not None and one.xxh3_128 != records[one.saved_by].operators[name].xxh3_128:
                 raise DriftedError(
-                    f"ranks {one.saved_by} and {rank} should hold the same of {name!r}, as ranks that train on "
-                    f"different data in one data-parallel group do, and differ at iteration {one.iteration}"
+                    f"ranks {one.saved_by} and {rank} should hold the same weights and moments, as ranks that train on "
+                    f"different data in one data-parallel group do, and differ in or near {name!r} at iteration "
+                    f"{one.iteration}"
                 )

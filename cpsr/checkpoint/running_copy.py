@@ -115,9 +115,16 @@ class DeviceCopy(RunningCopy):
         stream: for the copies; its device is that of the sources.
         pairs: the copies.
         small: as of `RunningCopy`.
+        beside: enqueues more that reads the sources.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, pairs: Sequence[Piece], small: SmallState | None) -> None:
+    def __init__(
+        self,
+        stream: torch.cuda.Stream,
+        pairs: Sequence[Piece],
+        small: SmallState | None,
+        beside: Callable[[], object] = lambda: None,
+    ) -> None:
         super().__init__(small)
         self._stream = stream
         self._pairs = pairs  # keeps the sources alive until the copy is through
@@ -130,6 +137,7 @@ class DeviceCopy(RunningCopy):
             for target, source in pairs:
                 # Converted there: a copy that converts would wait for the device.
                 target.copy_(source.to(target.dtype), non_blocking=True)
+            beside()
             self._end.record(stream)
 
     @property

@@ -18,11 +18,11 @@ from cpsr.checkpoint.host_snapshot import WHOLE, Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import Kind
 from cpsr.checkpoint.occupancy import Occupancy
-from cpsr.checkpoint.replicated import Samples, state_hash
+from cpsr.checkpoint.replicated import Replicas, state_hash
 from cpsr.checkpoint.running_copy import RunningCopy
 from cpsr.errors import SaveError, UnsupportedEngineError
 from cpsr.state.codec import SCALARS, SmallState, encode
-from cpsr.state.device_values import Deadline
+from cpsr.state.device_values import Deadline, to_host
 from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.shard import Shard
 
@@ -82,7 +82,7 @@ class SnapshotPool:
         self.on_counting: Callable[[], None] = lambda: None
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
-        self._samples = Samples()
+        self._replicas = Replicas()
         self._newest: Snapshot | None = None  # from which the next one takes parts
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
@@ -169,13 +169,21 @@ class SnapshotPool:
             self.seal(snapshot, copied=copy)
 
     def _look_at_replicas(self, snapshot: Snapshot, shard: Shard) -> None:
-        """In the engine's thread, while the state is that of the snapshot."""
-        if snapshot.contents.left is None:
+        """While the state is that of the snapshot."""
+        contents, parts = snapshot.contents, self._buffers[snapshot.place].held.parts
+        if contents.left is None:
             return
-        snapshot.samples = self._samples.of(shard, self._buffers[snapshot.place].held.parts)
-        if snapshot.disk and snapshot.lacking:
-            snapshot.left_hashes = {name: state_hash(shard.operators[name]) for name in snapshot.contents.left}
-            snapshot.mean_second_moment = snapshot.contents.without_experts(shard).mean_second_moment()
+        snapshot.samples = self._replicas.samples(shard, parts)
+        if not snapshot.disk:
+            return
+        if self.engine.copies_weights_on_device:
+            snapshot.state_hashes = self._replicas.checksums(
+                shard, parts, contents.replicated.keys() - contents.carried
+            )
+        else:
+            snapshot.state_hashes = {name: state_hash(shard.operators[name]) for name in contents.left}
+        if snapshot.lacking and (moments := contents.without_experts(shard).second_moments()) is not None:
+            snapshot.second_moments = to_host(moments)
 
     def _plan(self, snapshot: Snapshot, shard: Shard) -> CopyPlan:
         """Where the copies are made."""

@@ -172,9 +172,10 @@ class CheckpointWriter:
         written = self._store.write(snapshot)
         took = time.perf_counter() - started
         # Without experts, which a checkpoint may carry: so checkpoints are comparable.
-        moment = snapshot.mean_second_moment
+        moments = snapshot.second_moments
         if not snapshot.lacking:
-            moment = snapshot.contents.without_experts(snapshot.shard).mean_second_moment()
+            moments = snapshot.contents.without_experts(snapshot.shard).second_moments()
+        moment = None if moments is None else float(moments.double().mean())
         outcome = SaveOutcome(
             snapshot.iteration, "written", "", written, took, 0.0, snapshot.stall_seconds, moment, written
         )

@@ -11,14 +11,13 @@ import xxhash
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.distributed_tensors import is_distributed, local
 from cpsr.state.device_values import Arrival
-from cpsr.state.shard import Shard
+from cpsr.state.shard import Shard, integers_of
 from cpsr.state.witness import SAMPLE_BYTES, SampledBytes
 
 __all__ = ["SentSample", "WeightSample", "sampled"]
 
 # In the order of a `SampledBytes`.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16}  # NumPy has no bfloat16
 
 
 @dataclass(frozen=True)
@@ -118,17 +117,13 @@ class WeightSample:
         self._counts = doubles, floats, bfloats, halves
         self._by_dtype = [same for same in views.values() if same]
         on_host = self.device is not None and self.device.type == "cpu"
-        self._buffers = [_as_integer(one.view).numpy().data for one in elements] if on_host else []
+        self._buffers = [integers_of(one.view).numpy().data for one in elements] if on_host else []
 
 
 def sampled(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """So many elements of one tensor at most, evenly spread over it; a view, if the tensor is contiguous."""
     flat = tensor.detach().reshape(-1)
     return flat[:: max(1, -(-flat.numel() // count))]
-
-
-def _as_integer(view: torch.Tensor) -> torch.Tensor:
-    return view.view(_INTEGERS[view.element_size()])
 
 
 def _chosen(adapter: EngineAdapter, shard: Shard) -> Iterator[_Element]:

@@ -17,6 +17,7 @@ from cpsr.checkpoint.frozen_files import FrozenFiles
 from cpsr.checkpoint.memory_states import BUFFERS, identity
 from cpsr.checkpoint.progress import mark_life, newest_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.replicated import can_share
 from cpsr.checkpoint.resources import check_disk, check_host_memory, host_buffers
 from cpsr.checkpoint.run_directory import RunDirectory, checkpoint_bytes, open_run
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
@@ -409,7 +410,7 @@ def _write_assignment(
             )
         return None
     units = experts_of(adapter.mixture, shard.operators) if experts is None else experts.units
-    memory = None if any(tensor.is_cuda for _, tensor in shard.tensors()) else identity()
+    memory = identity() if can_share(shard) else None
     writes = WriteAssignment(shard, units, adapter.data_parallel_ranks, group, memory=memory)
     if group.all(not writes.replicated):
         return None

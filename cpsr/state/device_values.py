@@ -13,7 +13,7 @@ import torch
 from cpsr.errors import SaveError
 
 __all__ = ["Arrival", "Deadline", "DeviceNumber", "DeviceValues", "beside_captures", "captures", "in_time", "number"]
-__all__ += ["reached"]
+__all__ += ["reached", "to_host"]
 
 POLL_SECONDS = 0.002
 
@@ -207,14 +207,14 @@ class DeviceValues:
         with torch.no_grad():
             for index, tensor in enumerate(self._tensors):
                 if tensor.nbytes > PACKED_BYTES:
-                    self._hosts[index] = _to_pinned(tensor)
+                    self._hosts[index] = to_host(tensor)
                 else:
                     alike.setdefault((tensor.dtype, tensor.shape), []).append(index)
             # Types of more bytes first, so that each begins at a multiple of its size.
             self._packed = sorted(alike.values(), key=lambda same: -self._tensors[same[0]].element_size())
             stacked = [torch.stack([self._tensors[index] for index in same]) for same in self._packed]
             if stacked:
-                self._pack = _to_pinned(torch.cat([one.reshape(-1).view(torch.uint8) for one in stacked]))
+                self._pack = to_host(torch.cat([one.reshape(-1).view(torch.uint8) for one in stacked]))
         self._arrival = Arrival(self._device)
 
     @property
@@ -245,6 +245,9 @@ class DeviceValues:
         return found
 
 
-def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the host; else pinned memory, into which the device copies it in the order of its current stream."""
+    if not tensor.is_cuda:
+        return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
+from cpsr.state.shard import integers_of
+
 __all__ = ["FrozenPlace", "FrozenWeights", "hash_of", "word_of"]
 
 _PIECE_BYTES = 64 << 20  # from a device to the host at a time
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 class FrozenPlace(NamedTuple):
@@ -219,5 +220,4 @@ def _sum_of_bits(tensor: torch.Tensor) -> int | None:
     """Sum of the elements as integers of their size; None on the host, where a hash is as fast."""
     if tensor.device.type == "cpu":
         return None
-    flat = tensor.detach().contiguous().reshape(-1)
-    return int(flat.view(_INTEGERS.get(flat.element_size(), torch.int64)).sum(dtype=torch.int64))
+    return int(integers_of(tensor.contiguous().reshape(-1)).sum(dtype=torch.int64))

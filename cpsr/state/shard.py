@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-__all__ = ["PRESENT", "OperatorState", "ParamSlice", "Shard"]
+__all__ = ["PRESENT", "OperatorState", "ParamSlice", "Shard", "integers_of"]
 
 PRESENT = -1  # the iteration of an engine's views: they show whichever state it has
 
 SAMPLED_MOMENTS = 1 << 20
+_INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # NumPy has no bfloat16
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,10 @@ class Shard:
         """Weights that this rank owns."""
         return sum(operator.parameter.numel for operator in self.operators.values())
 
-    def mean_second_moment(self) -> float | None:
-        """Mean of `exp_avg_sq` over this rank's weights; None if the optimizer keeps none.
+    def second_moments(self) -> torch.Tensor | None:
+        """At most a million values of `exp_avg_sq`, evenly spread and always the same ones; None if there is none.
 
-        Uses at most a million of them, evenly spread and always the same ones: only its changes matter, and a pass over
-        all would cost as much as hashing them.
+        They are for the mean, of which only changes matter. A pass over all would cost as much as hashing them.
         """
         stride = max(1, self.parameters // SAMPLED_MOMENTS)
         sampled = [
@@ -116,10 +116,16 @@ class Shard:
             for operator in self.operators.values()
             if "exp_avg_sq" in operator.moments
         ]
-        count = sum(values.numel() for values in sampled)
-        return sum(float(values.double().sum()) for values in sampled) / count if count else None
+        return torch.cat(sampled) if any(map(len, sampled)) else None
 
     @property
     def state_bytes(self) -> int:
         """Bytes of all tensors of a snapshot together, on the engine's device."""
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())
+
+
+def integers_of(values: torch.Tensor) -> torch.Tensor:
+    """The elements of a flat tensor as integers of the same size; a view."""
+    if values.is_complex():
+        values = torch.view_as_real(values).reshape(-1)
+    return values.detach().view(_INTEGERS[values.element_size()])

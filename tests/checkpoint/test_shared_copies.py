@@ -1,6 +1,6 @@
 """Ranks of a machine that hold the same copy a share of it each: what each holds, and what a restart reads."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.host_snapshot import Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, load_states, room_for_memory_state, verify_memory_state
-from cpsr.checkpoint.replicated import state_hash
+from cpsr.checkpoint.replicated import factors, state_hash, sums
 from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Entry, decide
@@ -26,6 +28,7 @@ from cpsr.restart.experts import load_nearer_experts
 from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
+from tests.stand_in_device import StandInDevice, stand_in_device
 
 NAMES = tuple(make_shard(0, SIZES := (700, 30, 0, 5_000, 40_000, 9)).operators)
 EXPERT = NAMES[3]
@@ -34,11 +37,17 @@ RANKS = 2
 
 
 class Machine:
-    """Two ranks that train alike, with a running statistic of their own; rank 0 copies the runs 0 and 2."""
+    """Two ranks that train alike, with a running statistic of their own; rank 0 copies the runs 0 and 2.
 
-    def __init__(self, run_id: str, life: int = 1) -> None:
-        self.run_id = run_id
+    Args:
+        device: that has their state; None: the host.
+    """
+
+    def __init__(self, run_id: str, life: int = 1, device: StandInDevice | None = None) -> None:
+        self.run_id, self.device = run_id, device
         self.live = [make_shard(0, SIZES) for _ in range(RANKS)]
+        if device is not None:
+            self.live = [on_device(device, live) for live in self.live]
         self.pools = [
             SnapshotPool(self.live[rank], 3, SharedMemory(run_id, rank, life), UNITS) for rank in range(RANKS)
         ]
@@ -84,9 +93,25 @@ class Machine:
             pool.close()
 
 
-@pytest.fixture
-def machine(run_id: str) -> Machine:
-    return Machine(run_id)
+@pytest.fixture(params=["host", "device"])
+def machine(run_id: str, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    if request.param == "host":
+        yield Machine(run_id)
+        return
+    with stand_in_device() as device:
+        yield Machine(run_id, device=device)
+
+
+def on_device(device: StandInDevice, shard: Shard) -> Shard:
+    operators = {
+        name: replace(
+            one,
+            parameter=replace(one.parameter, values=device.tensor(one.parameter.values)),
+            moments={moment: device.tensor(values) for moment, values in one.moments.items()},
+        )
+        for name, one in shard.operators.items()
+    }
+    return Shard(operators, {name: device.tensor(values) for name, values in shard.others.items()})
 
 
 def test_both_come_back_whole_from_what_each_has_copied(machine: Machine) -> None:
@@ -191,11 +216,71 @@ def test_a_checkpoint_hashes_what_others_copy_from_the_live_tensors(machine: Mac
     for rank in range(RANKS):
         snapshot = machine.snapshot(rank, 4, disk=True)
         operators = machine.at(rank, 4).operators
-        assert snapshot.left_hashes == {name: state_hash(operators[name]) for name in machine.contents(rank).left or ()}
-        rest = machine.contents(rank).without_experts(machine.at(rank, 4))
-        assert snapshot.mean_second_moment == rest.mean_second_moment()
-        assert snapshot.shard.operators.keys() == operators.keys() - snapshot.left_hashes.keys()
+        left = machine.contents(rank).left or frozenset()
+        if machine.device is None:
+            assert snapshot.state_hashes == {name: state_hash(operators[name]) for name in left}
+        assert snapshot.state_hashes.keys() >= left
+        rest = machine.contents(rank).without_experts(machine.at(rank, 4)).second_moments()
+        assert snapshot.second_moments is not None
+        assert rest is not None
+        assert torch.equal(snapshot.second_moments, rest)
+        assert snapshot.shard.operators.keys() == operators.keys() - left
     machine.close()
+
+
+def test_a_device_is_not_waited_for_and_its_checksums_show_each_bit(run_id: str) -> None:
+    """Of the state as it was copied, not as the next step leaves it."""
+    with stand_in_device() as device:
+        machine = Machine(run_id, device=device)
+        found: list[list[Snapshot]] = []
+        for iteration in (4, 5):
+            machine.train(4)
+            if iteration == 5:  # the last element of what rank 0 alone copies
+                values = machine.live[1].operators[NAMES[4]].moments["exp_avg"]
+                values[-1:].view(torch.int32).bitwise_xor_(1)
+            device.at_once = False
+            device.trace.clear()
+            begun = [
+                pool.begin(live, iteration, {}, machine.contents(rank))
+                for rank, (pool, live) in enumerate(zip(machine.pools, machine.live, strict=True))
+            ]
+            assert device.calls("synchronize") == []
+            for pool in machine.pools:
+                pool.finish()
+            device.at_once = True
+            machine.train(99)
+            taken = [one for one in begun if one is not None]
+            for pool, one in zip(machine.pools, taken, strict=True):
+                pool.settle()
+                pool.release(one)
+            found.append(taken)
+        same, other = found
+        assert same[0].state_hashes == same[1].state_hashes
+        assert same[0].state_hashes.keys() == {*NAMES}
+        assert same[0].samples == same[1].samples
+        wrong = {name for name in NAMES if other[0].state_hashes[name] != other[1].state_hashes[name]}
+        assert wrong == {name for name in NAMES if UNITS[name] == UNITS[NAMES[4]]}
+        machine.close()
+
+
+@given(st.data())
+def test_checksums_are_those_of_whole_numbers_and_show_each_bit(data: st.DataObject) -> None:
+    dtype = data.draw(st.sampled_from([torch.int32, torch.int16, torch.uint8]))
+    limits = torch.iinfo(dtype)
+    words = data.draw(st.lists(st.integers(limits.min, limits.max), min_size=1, max_size=9))
+    rows = factors()[:, : len(words)].tolist()
+    wanted = [sum(word * factor for word, factor in zip(words, row, strict=True)) for row in rows]
+    held = torch.tensor(words, dtype=dtype)
+    found = sums(held, factors())
+    assert [one % 2**64 for one in found.tolist()] == [one % 2**64 for one in wanted]
+    held[data.draw(st.integers(0, len(words) - 1))] ^= (
+        torch.tensor(1).bitwise_left_shift(data.draw(st.integers(0, limits.bits - 1))).to(dtype)
+    )
+    assert not (sums(held, factors()) == found).any()
+    if len({*words}) > 1:
+        assert not torch.equal(sums(torch.tensor(sorted(words), dtype=dtype), factors()), found) or words == sorted(
+            words
+        )
 
 
 def test_zeros_that_are_one_number_hash_as_their_copy() -> None:
