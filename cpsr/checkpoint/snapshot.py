@@ -57,7 +57,7 @@ class SnapshotPool:
         occupancy: which snapshot has which buffer.
         obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
         on_sealed: called with file and iteration of each snapshot that counts from now on; in the engine's thread.
-        on_counting: called for each snapshot that counts from now on; likewise.
+        on_counting: called once each of these is among those that this rank holds; likewise.
 
     Raises:
         UnsupportedEngineError: the template has tensors on several CUDA devices.
@@ -277,14 +277,14 @@ class SnapshotPool:
         if not counts:
             self._newest = None
             buffer.held.overwrite(buffer.held.parts.names)  # its iteration may be tried again
-        elif kind != "departure":
-            if self.on_sealed is not None and buffer.memory is not None:
-                try:
-                    self.on_sealed(buffer.memory.path, snapshot.iteration)
-                except Exception as error:  # noqa: BLE001 - other machines lack it; this one has it
-                    logger.warning("iteration %d is not replicated: %s", snapshot.iteration, error)
-            self.on_counting()
+        elif kind != "departure" and self.on_sealed is not None and buffer.memory is not None:
+            try:
+                self.on_sealed(buffer.memory.path, snapshot.iteration)
+            except Exception as error:  # noqa: BLE001 - other machines lack it; this one has it
+                logger.warning("iteration %d is not replicated: %s", snapshot.iteration, error)
         self.occupancy.end_seal(snapshot, sealed=counts)
+        if counts and kind != "departure":
+            self.on_counting()
 
     def mark_boundary(self) -> torch.cuda.Event | None:
         """Keep, at a step boundary, the values for `dump` that the next forward changes. On the training thread.

@@ -341,7 +341,12 @@ def test_the_training_thread_does_nothing_for_a_snapshot_that_counts_and_nobody_
         taken = pool.occupancy.take(2, keep_newest=True)
         told.append((threading.current_thread() is threading.main_thread(), taken is not None))
 
-    pool.on_sealed = pool.on_counting = tell
+    def count() -> None:
+        tell()
+        common.append(pool.occupancy.common)
+
+    common: list[int] = []
+    pool.on_sealed, pool.on_counting = tell, count
     snapshot = pool.begin(live, 1, {})
     assert snapshot is not None
     pool.engine.settle()
@@ -349,6 +354,7 @@ def test_the_training_thread_does_nothing_for_a_snapshot_that_counts_and_nobody_
     pool.release(snapshot)
     pool.settle()
     assert told == [(False, False)] * 2
+    assert common == [1]
     pool.close()
 
 
