@@ -1,4 +1,4 @@
-"""Expected end cost of a recovery for a setting of the line: fitted offline over many runs, updated by this run.
+"""Expected end cost of a recovery for a setting of the line: fitted offline over many runs.
 
 The cost is the end cost (`benchmarks/recovery/end_cost.py`): the gap in the final loss, in iterations of equal worth.
 Errors per element, curvature and the loss at injection do not find the setting of the lowest cost. So it is modelled,
@@ -6,14 +6,12 @@ Errors per element, curvature and the loss at injection do not find the setting 
     cost = features(context, setting) . coefficients + noise        (all in iterations),
 
 linear in coefficients that differ from run to run around a common mean: `coefficients ~ N(mean, covariance)`, both
-fitted over the table's runs (`cpsr bench prior`). A measured recovery of the present run is one more
-equation: its lag tells the end cost to some 27 iterations. The posterior is Bayesian linear regression in closed form
-(Bishop, Pattern Recognition and Machine Learning, 3.3).
+fitted over the table's runs (`cpsr bench prior`).
 """
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
@@ -30,10 +28,8 @@ __all__ = [
     "HORIZON_ITERATIONS",
     "MIN_CHECKPOINTS",
     "WINDOWS_ITERATIONS",
-    "Calibration",
     "Context",
     "Expected",
-    "Observation",
     "Setting",
     "Table",
     "candidates",
@@ -46,9 +42,6 @@ __all__ = [
 ]
 
 TABLE_VERSION = 3
-# Another direction must promise so much lower a cost before a change, or the two would alternate: recoveries from one
-# failure scatter by as much.
-HYSTERESIS_ITERATIONS = 5.0
 # Two checkpoints leave no residual to average: the secant amplified noise (0.12 to 0.30 nats up at injection).
 MIN_CHECKPOINTS = 3
 # The table is fitted to windows of 60 to 300 iterations.
@@ -100,16 +93,6 @@ class Setting:
     window_iterations: float
     reach_iterations: float
     direction: Direction = "line"
-
-
-@dataclass(frozen=True)
-class Observation:
-    """One recovery of this run: its lag, and how far the end cost may lie from it."""
-
-    context: Context
-    setting: Setting
-    lag_iterations: float
-    standard_error_iterations: float
 
 
 @dataclass(frozen=True)
@@ -217,44 +200,12 @@ class Table:
         }
         return json.dumps(content, indent=1) + "\n"
 
-
-@cache
-def table() -> Table:
-    """The table that is shipped."""
-    return Table.from_json((resources.files(__package__) / "prior_table.json").read_text(encoding="utf-8"))
-
-
-class Calibration:
-    """Expected end cost of settings: from the table and this run's measurements.
-
-    Args:
-        prior: the offline fit; None: the shipped one.
-        observations: of this run, in any order.
-    """
-
-    def __init__(self, prior: Table | None = None, observations: Iterable[Observation] = ()) -> None:
-        self._prior = table() if prior is None else prior
-        self._mean, self._covariance = self._prior.mean, self._prior.covariance
-        for observation in observations:
-            self.observe(observation)
-
-    def observe(self, observation: Observation) -> None:
-        """Add a measured lag: the posterior of the coefficients under one more equation."""
-        terms = features(observation.context, observation.setting)
-        noise = self._prior.noise_iterations**2 + observation.standard_error_iterations**2
-        spread = self._covariance @ terms
-        weight = spread / (noise + terms @ spread)
-        self._mean = self._mean + weight * (observation.lag_iterations - terms @ self._mean)
-        self._covariance = self._covariance - numpy.outer(weight, spread)
-
     def expected(self, context: Context, setting: Setting) -> Expected:
         """The cost of a setting."""
         terms = features(context, setting)
-        return Expected(float(terms @ self._mean), math.sqrt(max(0.0, float(terms @ self._covariance @ terms))))
+        return Expected(float(terms @ self.mean), math.sqrt(max(0.0, float(terms @ self.covariance @ terms))))
 
-    def best(
-        self, context: Context, candidates: Sequence[Setting], deviations: float, usual: Direction
-    ) -> tuple[Setting, Expected]:
+    def best(self, context: Context, candidates: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
         """The setting of the lowest expected cost among those that are safe, and that cost.
 
         Safe is what costs less than recomputing even with so many standard deviations more. Where nothing is safe, it
@@ -264,18 +215,18 @@ class Calibration:
             context: of the failure.
             candidates: at least one.
             deviations: how cautious to be.
-            usual: a direction that is kept where it is safe, and no other promises `HYSTERESIS_ITERATIONS` less.
         """
         expected = [(setting, self.expected(context, setting)) for setting in candidates]
         safe = [one for one in expected if one[1].bound(deviations) < context.horizon_iterations]
-        if not safe:
-            return min(expected, key=lambda one: one[1].bound(deviations))
+        if safe:
+            return min(safe, key=lambda one: one[1].end_cost_iterations)
+        return min(expected, key=lambda one: one[1].bound(deviations))
 
-        def compared(one: tuple[Setting, Expected]) -> float:
-            handicap = 0.0 if one[0].direction == usual else HYSTERESIS_ITERATIONS
-            return one[1].end_cost_iterations + handicap
 
-        return min(safe, key=compared)
+@cache
+def table() -> Table:
+    """The table that is shipped."""
+    return Table.from_json((resources.files(__package__) / "prior_table.json").read_text(encoding="utf-8"))
 
 
 def context_of(target: Target, points: Sequence[HistoryEntry], straightness: float = TYPICAL_STRAIGHTNESS) -> Context:
@@ -321,7 +272,7 @@ def candidates(
     context: Context,
     windows_iterations: Sequence[float],
     gain: float | None = None,
-    directions: Sequence[Direction] = ("line",),
+    direction: Direction = "line",
 ) -> list[Setting]:
     """Every combination; where `gain` is given, the line is followed that many horizons."""
     horizon = context.horizon_iterations
@@ -329,5 +280,4 @@ def candidates(
         Setting(window, reach, direction)
         for window in windows_iterations
         for reach in (reaches(horizon, window) if gain is None else [gain * horizon])
-        for direction in directions
     ]

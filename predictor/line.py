@@ -1,7 +1,5 @@
 """The line: every weight follows its least-squares slope over the recent checkpoints, further by a gain."""
 
-import copy
-import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,14 +11,13 @@ import torch
 from cpsr.predictor.calibration import (
     HORIZON_ITERATIONS,
     MIN_CHECKPOINTS,
-    Calibration,
     Context,
     Direction,
     Expected,
-    Observation,
     Setting,
     candidates,
     context_of,
+    table,
     windows,
 )
 from cpsr.predictor.checkpoint_series import (
@@ -36,11 +33,9 @@ from cpsr.predictor.checkpoint_series import (
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
-__all__ = ["CHUNK_ELEMENTS", "LAG_DEVIATION_ITERATIONS", "MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
+__all__ = ["CHUNK_ELEMENTS", "MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
 
 STATE_VERSION = 1
-# Number of past recoveries to keep: enough for any run, and a few kilobytes in every checkpoint.
-MAX_OUTCOMES = 64
 # Names listed where operators keep their newest value; the count is always given.
 MAX_NAMES = 8
 # Four pieces of 1 MiB: long enough to read at the memory's pace, short enough to stay in a processor's cache while they
@@ -48,9 +43,6 @@ MAX_NAMES = 8
 CHUNK_ELEMENTS = 1 << 18
 # A setting's standard deviation counts against it: its expected end cost must be low and certain.
 CAUTION_DEVIATIONS = 1.0
-# How far the end cost lies from the lag after 60 to 160 iterations: 27 iterations, at 159 recoveries of 12 small runs
-# (2026-11-23). Early in a run the lag is 21 too low on average, in the middle 6, late 0.
-LAG_DEVIATION_ITERATIONS = 27.0
 
 
 @dataclass(frozen=True)
@@ -97,8 +89,8 @@ class LinePredictor:
 
     Predicts `x_c + factor * gain * slope * (time_f - time_c)`. The factor is the operator's: as much as its own path is
     straighter than the model's, 0 to 2. Window and gain are those of the lowest expected end cost, by the
-    offline table and by what this run has measured; where even that is no less than recomputing, the forecast's
-    `expected_end_cost_iterations` shows it. It needs three usable checkpoints within the window, and goes no further
+    offline table; where even that is no less than recomputing, the forecast's `expected_end_cost_iterations` shows it.
+    It needs three usable checkpoints within the window, and goes no further
     ahead than the line is fitted over, nor 10 intervals.
 
     A horizon of 0, and one over which the learning rate was 0, predict the newest checkpoint unchanged. A checkpoint
@@ -127,8 +119,6 @@ class LinePredictor:
         self._agree = agree
         self._window_iterations = window_iterations
         self._gain = gain
-        self._outcomes: list[dict[str, Any]] = []
-        self._calibration = Calibration()
         self._direction: Direction = "line"
 
     def forecast(self, history: History, target: Target) -> Forecast:
@@ -175,25 +165,9 @@ class LinePredictor:
             return f"nothing was measured beyond {HORIZON_ITERATIONS} iterations ahead"
         return self._choose(context, points, target)[1]
 
-    def record(self, outcome: dict[str, Any]) -> None:
-        """Record the measured lag of a recovery, which updates the expected end costs; keeps the newest 64.
-
-        Raises:
-            ValueError: the outcome is not plain JSON data, or its lag or standard error is not a number.
-        """
-        try:
-            plain = json.loads(json.dumps(outcome))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"the outcome of a recovery must be plain JSON data: {error}") from error
-        for observation in _observations([plain]):
-            if not (math.isfinite(observation.lag_iterations) and observation.standard_error_iterations >= 0):
-                raise ValueError(f"a lag of {observation.lag_iterations} +- {observation.standard_error_iterations}")
-        self._take_outcomes([*self._outcomes, plain])
-
     def state_dict(self) -> dict[str, Any]:
-        """Past recoveries and the direction in use, as plain data."""
-        outcomes = copy.deepcopy(self._outcomes)
-        return {"predictor": self.name, "version": STATE_VERSION, "outcomes": outcomes, "direction": self._direction}
+        """Which predictor it is: the line has learned nothing."""
+        return {"predictor": self.name, "version": STATE_VERSION}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict()` returned.
@@ -206,13 +180,6 @@ class LinePredictor:
                 f"learned state of predictor {state.get('predictor')!r}, version {state.get('version')!r}; "
                 f"this is {self.name!r}, version {STATE_VERSION}"
             )
-        self._take_outcomes(copy.deepcopy(list(state["outcomes"])))
-        self._direction = state["direction"]
-
-    def _take_outcomes(self, outcomes: list[dict[str, Any]]) -> None:
-        """Calibrate anew from all that is kept, so that it is the same after a restart."""
-        self._outcomes = outcomes[-MAX_OUTCOMES:]
-        self._calibration = Calibration(observations=_observations(self._outcomes))
 
     def _agreed_plan(self, history: History, target: Target) -> Plan:
         """The plan once no rank finds a damaged checkpoint in it."""
@@ -225,8 +192,6 @@ class LinePredictor:
             if self._agree is not None:
                 damaged = sorted(set(self._agree(damaged)))
             if not damaged:
-                # State for the next failure changes only by the checkpoints, which all ranks share.
-                self._direction = plan.settings.get("direction", self._direction)
                 return plan
             usable = [position for position in usable if position not in damaged]
 
@@ -347,10 +312,6 @@ class LinePredictor:
         reason = (plan.note or self._sentence(settings)) + aside
         return Forecast(self.name, True, coefficients, settings["expected_end_cost_iterations"], reason, settings)
 
-    def _directions(self) -> tuple[Direction, ...]:
-        """Directions that this predictor can take now."""
-        return ("line",)
-
     def obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
         """Why nothing can be predicted from checkpoints at `points`; None where it can."""
         few = too_few(points, MIN_CHECKPOINTS)
@@ -361,8 +322,8 @@ class LinePredictor:
 
     def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
         windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
-        considered = candidates(context, windows, self._gain, self._directions())
-        return self._calibration.best(context, considered, CAUTION_DEVIATIONS, usual=self._direction)
+        considered = candidates(context, windows, self._gain, self._direction)
+        return table().best(context, considered, CAUTION_DEVIATIONS)
 
     def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
         return windows(points) if self._window_iterations is None else [self._window_iterations]
@@ -393,30 +354,6 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
             f"{len(fitted)}"
         )
     return too_far(target, fitted)
-
-
-def _observations(outcomes: Sequence[Mapping[str, Any]]) -> Iterator[Observation]:
-    """Measured lags of settings of the line, from outcomes of any kind.
-
-    If the guard limited some tensors, or some kept their newest value, the measurement is of no setting. Where only a
-    share of the state was lost, the lag of the whole is that over the share.
-    """
-    for outcome in outcomes:
-        settings, lag = outcome.get("settings", {}), outcome.get("lag_iterations")
-        if lag is None or "context" not in settings:
-            continue
-        if settings.get("limited_operators") or settings.get("held_operators"):
-            continue
-        try:
-            context = Context(**settings["context"])
-        except TypeError as error:
-            raise ValueError(f"an outcome of another version: {error}") from error
-        reach = settings["gain"] * context.horizon_iterations
-        setting = Setting(settings["window_iterations"], reach, settings["direction"])
-        share = float(settings.get("lost_share", 1.0))
-        deviation = float(outcome.get("standard_error_iterations", math.nan)) / share
-        deviation = math.hypot(deviation, LAG_DEVIATION_ITERATIONS)
-        yield Observation(context, setting, float(lag) / share, deviation)
 
 
 def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:

@@ -73,7 +73,7 @@ class Forecast:
         method: how the state is formed: the direction that was taken, where a predictor has several, else its name.
         feasible: False where the predictor advises against itself; `reason` has the cause.
         coefficients: operator -> one float per history entry.
-        expected_end_cost_iterations: expected end cost of this recovery, from the prior or from measurements.
+        expected_end_cost_iterations: expected end cost of this recovery, from the prior.
         reason: one sentence for the user.
         settings: the numbers behind it, for the journal.
     """
@@ -113,9 +113,6 @@ class StatePredictor(Protocol):
         or abandon it. Attributes are replaced, never changed in place, and after each `next` they belong together:
         until the checkpoint is taken in there is no change, and what comes after that may be left out.
         """
-
-    def record(self, outcome: dict[str, Any]) -> None:
-        """Record the outcome of one recovery (its settings and later measurements), as plain JSON-like data."""
 
     def state_dict(self) -> dict[str, Any]:
         """The learned state as plain data; it commits with every checkpoint and survives the failure."""

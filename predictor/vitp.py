@@ -18,11 +18,9 @@ from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorM
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
 from cpsr.predictor.weight_pieces import gram
 
-__all__ = ["MIN_UPDATES", "Progress", "VITPPredictor", "host_memory_bytes", "without_slices"]
+__all__ = ["Progress", "VITPPredictor", "host_memory_bytes", "without_slices"]
 
 STATE_VERSION = 1
-# A network trained on fewer than four checkpoints is of little use.
-MIN_UPDATES = 4 * STEPS_PER_CHECKPOINT
 # Of the run's recent past; up to two for every checkpoint.
 MAX_ACCURACIES = 256
 # Operators that pass the network together: bounds its memory at 2 MiB.
@@ -95,8 +93,7 @@ class VITPPredictor(LinePredictor):
         window_iterations: as in `LinePredictor`.
         gain: as in `LinePredictor`.
         chunk_elements: as in `LinePredictor`.
-        direction: whose direction is taken. None: that of the lower expected end cost, the line's until the network has
-            had 32 updates in this run.
+        direction: whose direction is taken.
         ranks: all that predict together; None: this one alone. `broadcast` is called once a forecast, `reduce` once
             more than damage is searched for, alike on all.
     """
@@ -109,12 +106,12 @@ class VITPPredictor(LinePredictor):
         gain: float | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
         *,
-        direction: Direction | None = None,
+        direction: Direction = "line",
         ranks: Ranks | None = None,
     ) -> None:
         ranks = ranks or Ranks()
         super().__init__(window_iterations, gain, chunk_elements, ranks.agree)
-        self._forced = direction
+        self._direction = direction
         self._ranks = ranks
         self._learns = True
         self._statistics = MotionStatistics()
@@ -131,11 +128,10 @@ class VITPPredictor(LinePredictor):
     def follow_line(self) -> None:
         """Learn nothing, and always use the line's direction; before its first use.
 
-        Statistics of earlier lives are not used, but pass unchanged into `state_dict()` for a later life. Their
-        recoveries are loaded, and calibrate the line.
+        Statistics of earlier lives are not used, but pass unchanged into `state_dict()` for a later life.
         """
         self._learns = False
-        self._forced = "line"
+        self._direction = "line"
 
     def learn(self, history: History) -> Iterator[None]:
         """Learn from the newest checkpoint: its products with those before it, then some training on all of them.
@@ -214,7 +210,7 @@ class VITPPredictor(LinePredictor):
         return self._with_rows(history, self._report(history, target, plan), plan, asked, rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Past recoveries and all that was learned, as plain data and tensors: below 1 MB at 300 operators."""
+        """All that was learned, as plain data and tensors: below 1 MB at 300 operators."""
         return {**super().state_dict(), "vitp": self._learned() if self._kept is None else self._kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -283,11 +279,6 @@ class VITPPredictor(LinePredictor):
             operator, history.numel(operator), iteration
         )
 
-    def _directions(self) -> tuple[Direction, ...]:
-        if self._forced is not None:
-            return (self._forced,)
-        return ("line", "vitp") if self._updates >= MIN_UPDATES else ("line",)
-
     def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
         # The newest checkpoint may not have been learned from yet: the path up to the one before it need not be read.
         # A rank that lags reads what it lacks: products of other checkpoints must not be added up.
@@ -333,8 +324,6 @@ class VITPPredictor(LinePredictor):
         reason = forecast.reason
         if rows:
             reason += f"; {len(rows)} operators in a learned direction"
-        elif forecast.feasible and "vitp" not in self._directions() and self._forced is None:
-            reason += f"; in the line's direction, the network has had {self._updates} of {MIN_UPDATES} updates"
         coefficients = {**forecast.coefficients, **turned}
         return replace(forecast, method=direction, coefficients=coefficients, settings=settings, reason=reason)
 
@@ -342,7 +331,7 @@ class VITPPredictor(LinePredictor):
 def without_slices(state: dict[str, Any]) -> dict[str, Any]:
     """A predictor's `state_dict()` for a rank that owns other slices: without the products of the old ones.
 
-    Outcomes of recoveries, the network and its examples stay: these are of whole operators, or have no scale. The
+    The network and its examples stay: these are of whole operators, or have no scale. The
     checkpoints whose products go are taken in again, and counted again.
     """
     learned = state.get("vitp")

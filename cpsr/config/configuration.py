@@ -116,10 +116,10 @@ class PlannerConfig(Section):
 
 
 class PredictorConfig(Section):
-    """How the state at the failure is predicted; null leaves the choice to the prior."""
+    """How the state at the failure is predicted."""
 
-    direction: Literal["line", "vitp"] | None = Field(
-        default=None, description="Direction of the displacement: the fitted line's, or as the network turns it."
+    direction: Literal["line", "vitp"] = Field(
+        default="line", description="Direction of the displacement: the fitted line's, or as the network turns it."
     )
 
 

@@ -175,15 +175,6 @@ class Learner:
         with self._lock:
             return question()
 
-    def record(self, outcome: dict[str, Any]) -> None:
-        """Give the predictor an outcome."""
-        with self._lock:
-            try:
-                self._predictor.record(outcome)
-            except Exception as error:  # after any error training goes on
-                logger.exception("the predictor refused an outcome")
-                self._end(f"it refused the outcome of a recovery: {_description(error)}")
-
     @property
     def changes(self) -> int:
         """Grows whenever the predictor may have changed what it has learned; never waits."""
@@ -320,7 +311,7 @@ class Learner:
     def _hand_over(self, student: StatePredictor, before: dict[str, Any], generation: int) -> bool:
         """Give the predictor what `learn` has replaced in the copy since `before`, and note it there.
 
-        Outcomes recorded meanwhile stay. False if the work was in vain: the predictor or the checkpoints may be others.
+        False if the work was in vain: the predictor or the checkpoints may be others.
         """
         learned = {name: value for name, value in vars(student).items() if before.get(name) is not value}
         before.update(learned)

@@ -234,7 +234,6 @@ class Life:
         if self.probation.active and self._is_given_up(iteration):
             return False
         self._save_if_due(iteration)
-        self.probation.measure_if_due(iteration)
         if iteration % FAILURES_ITERATIONS == 0:
             self._report_planning()
         self.attention.look_at(self._next_look(iteration))
@@ -249,7 +248,6 @@ class Life:
         dues = [
             self.saver.due_at,
             self.saver.memory.due_at(self.saver.plan.memory_interval_iterations),
-            self.probation.measures_at,
             first_plan if iteration < first_plan else None,
             iteration + FAILURES_ITERATIONS - iteration % FAILURES_ITERATIONS,
         ]
@@ -352,7 +350,6 @@ class Life:
         loop.learning.rewound(to)
         loop.state.rewound(to)
         self.witnessing.compare_after(to.iteration)
-        self.probation.rewound()
         self.boundary.rewound(to)
         self.saver.rewound(to)
         loop.events.rewound(to, self.steps.iteration)

@@ -226,7 +226,6 @@ class Steps:
         iteration: of the newest step, or of the state that has taken its place; 0 before the first.
         learning_rate: of the newest update.
         rates: its learning rates by parameter group, those of registered optimizers last.
-        followers: called with finished iterations, after the journal.
     """
 
     def __init__(
@@ -237,7 +236,6 @@ class Steps:
         self._losses = losses
         self.iteration = 0
         self.before_update()
-        self.followers: list[Callable[[Sequence[Step]], None]] = []
         self._seconds: deque[float] = deque(maxlen=TIMED_ITERATIONS)
         self._ended = time.perf_counter()
         # Iterations of this life without a loss; None once one has come, or was reported missing.
@@ -280,8 +278,6 @@ class Steps:
     def _forward(self, steps: Sequence[Step]) -> None:
         if steps:
             self._journal.record(*(StepRow(life=self._journal.life, **step._asdict()) for step in steps))
-            for follower in self.followers:
-                follower(steps)
             self._report_missing(steps)
 
     def _report_missing(self, steps: Sequence[Step]) -> None:

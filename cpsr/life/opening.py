@@ -194,7 +194,7 @@ def _restore(life: "Life", store: CheckpointStore) -> None:
         job.run.adopt_ranks()
     memory.begin(iteration)
     cause = cause_of_failure(job)
-    life.probation = Probation(job, restored, loop.losses, life.restorer.let_go, loop.learning.learner, cause)
+    life.probation = Probation(job, restored, loop.losses, life.restorer.let_go, cause)
     life.boundary.no_dump = DISCARDABLE if life.probation.active else None
     life.witnessing.compare_after(iteration)
     announce(job, restored, cause, life.restorer.damaged, life.witnessing.outlook(restored.lost_iterations))
@@ -214,7 +214,6 @@ def _start_training(life: "Life", store: CheckpointStore, opened: ExitStack) -> 
         link.on_replica = life.planner.times.replica
     loop.begin_life(job)
     loop.events.begin_life(job, life.saver.saved_iteration, loop.tail.defer_here)
-    life.steps.followers.append(life.probation.on_steps)
     life.agreement = Agreement(job.group, life.board, lambda: life.stop.made, life.propose_plan)
     opened.callback(life.agreement.close)
     if job.group.size > 1:

@@ -47,22 +47,19 @@ class CostObservation:
     Attributes:
         horizon_iterations: from the checkpoint to the failure.
         interval_iterations: spacing of the checkpoints that the prediction rested on.
-        end_cost_iterations: its lag, or what was recomputed; negative if it was ahead.
-        standard_error_iterations: how far the end cost may lie from that.
+        end_cost_iterations: what was recomputed, or was expected of a prediction that was kept.
     """
 
     horizon_iterations: float
     interval_iterations: float
     end_cost_iterations: float
-    standard_error_iterations: float
 
 
 @dataclass(frozen=True)
 class EndCostCurve:
     """Bayesian linear regression of the end cost, `cost = a + b u + c T_c`, updated by measured recoveries.
 
-    Measurements count by their standard errors and by the scatter of recoveries among themselves, which is estimated
-    with them. Vetoed and failed predictions are part of the mean cost.
+    Measurements count by the scatter of recoveries among themselves, which is estimated with them.
 
     Attributes:
         prior_mean: of a (iterations), b and c (iterations per iteration).
@@ -158,14 +155,13 @@ class EndCostCurve:
             return self.prior_mean, numpy.array(self.prior_covariance)
         data = numpy.array([tuple(asdict(observation).values()) for observation in self.observations])
         rows = numpy.column_stack([numpy.ones(len(data)), data[:, 0], data[:, 1]])
-        costs, variances = data[:, 2], data[:, 3] ** 2
+        costs = data[:, 2]
         prior_mean, prior_precision = numpy.array(self.prior_mean), numpy.linalg.inv(numpy.array(self.prior_covariance))
         scatter_prior = scatter = self.scatter_iterations**2
         for _ in range(SCATTER_ROUNDS):
-            weights = 1 / (variances + scatter)
-            covariance = numpy.linalg.inv(prior_precision + (rows.T * weights) @ rows)
-            mean = covariance @ (prior_precision @ prior_mean + rows.T @ (weights * costs))
-            excess = max(0.0, float(numpy.sum((costs - rows @ mean) ** 2 - variances)))
+            covariance = numpy.linalg.inv(prior_precision + rows.T @ rows / scatter)
+            mean = covariance @ (prior_precision @ prior_mean + rows.T @ costs / scatter)
+            excess = float(numpy.sum((costs - rows @ mean) ** 2))
             weight = SCATTER_PRIOR_OBSERVATIONS
             scatter = (weight * scatter_prior + excess) / (weight + len(costs))
         return as_row(mean), numpy.asarray(covariance)

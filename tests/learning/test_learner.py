@@ -250,7 +250,6 @@ def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> No
     assert "RuntimeError: no such tensor" in failure
     assert learner.failure() is None  # reported once
     assert learner.state_dict()["known"] == [10, 20]
-    learner.record({"kind": "recovery"})
     learner.close()
 
 
@@ -299,9 +298,7 @@ def test_nobody_waits_for_a_slice_without_an_end(filled: CheckpointStore, monkey
     learner = hanging(filled, predictor)
     thread = thread_of_learner()
     started = time.monotonic()
-    learner.record({"kind": "recovery"})
     assert learner.state_dict()["known"] == [10, 20]
-    assert learner.state_dict()["outcomes"][-1] == {"kind": "recovery"}
     with learner.locked():
         predictor.known = [10]
     assert time.monotonic() - started < LIMIT_SECONDS

@@ -10,15 +10,12 @@ from cpsr.predictor.calibration import (
     FEATURES,
     REACH_OF_HORIZON,
     REACH_OF_WINDOW,
-    Calibration,
     Context,
     Expected,
-    Observation,
     Setting,
     Table,
     candidates,
     context_of,
-    features,
     of_part,
     table,
     windows,
@@ -53,45 +50,15 @@ def test_a_part_of_the_state_costs_its_share() -> None:
     assert (unknown.expected_end_cost_iterations, unknown.settings) == (10.0, {"lost_share": 0.25})
 
 
-def test_the_posterior_is_that_of_all_equations_at_once() -> None:
-    prior = small_table()
-    observations = [
-        Observation(CONTEXT, SETTING, -5.0, 3.0),
-        Observation(replace(CONTEXT, horizon_iterations=20), replace(SETTING, reach_iterations=200), 4.0, 6.0),
-        Observation(CONTEXT, replace(SETTING, window_iterations=100), 11.0, 2.0),
-    ]
-    terms = numpy.array([features(one.context, one.setting) for one in observations])
-    lags = numpy.array([one.lag_iterations for one in observations])
-    precision = numpy.array([1 / (25 + one.standard_error_iterations**2) for one in observations])
-    covariance = numpy.linalg.inv(numpy.linalg.inv(prior.covariance) + terms.T @ (precision[:, None] * terms))
-    mean = covariance @ (numpy.linalg.solve(prior.covariance, prior.mean) + terms.T @ (precision * lags))
-    found = Calibration(prior, observations).expected(CONTEXT, SETTING)
-    at = features(CONTEXT, SETTING)
-    assert found.end_cost_iterations == pytest.approx(at @ mean)
-    assert found.deviation_iterations == pytest.approx(numpy.sqrt(at @ covariance @ at))
-
-
 def test_the_lowest_expectation_among_the_safe_settings_is_chosen() -> None:
     covariance = numpy.zeros((len(FEATURES), len(FEATURES)))
     covariance[FEATURES.index("(reach / age)**2 * 200"), FEATURES.index("(reach / age)**2 * 200")] = 1.0
-    calibration = Calibration(Table(small_table().mean, covariance, 5.0, {}))
+    prior = Table(small_table().mean, covariance, 5.0, {})
     young = replace(CONTEXT, age_iterations=300)
     near, far, reckless = (replace(SETTING, reach_iterations=reach) for reach in (20.0, 60.0, 400.0))
-    bounds = [calibration.expected(young, setting).bound(1.0) for setting in (near, far, reckless)]
+    bounds = [prior.expected(young, setting).bound(1.0) for setting in (near, far, reckless)]
     assert max(bounds[:2]) < young.horizon_iterations < bounds[2]
-    assert calibration.best(young, [near, far, reckless], 1.0, "line")[0] == far
-
-
-@pytest.mark.parametrize(
-    ("reach", "kept"),
-    [(92.0, True), (96.0, False)],  # the other direction promises 4 iterations less, and 6
-)
-def test_the_usual_direction_is_kept_unless_another_promises_enough(reach: float, kept: bool) -> None:
-    calibration = Calibration(replace(small_table(), covariance=numpy.zeros((len(FEATURES), len(FEATURES)))))
-    line, bent = replace(SETTING, reach_iterations=84.0), replace(SETTING, reach_iterations=reach, direction="vitp")
-    assert calibration.best(CONTEXT, [bent, line], 1.0, usual="line")[0] == (line if kept else bent)
-    assert calibration.best(CONTEXT, [bent, line], 1.0, usual="vitp")[0] == bent
-    assert calibration.best(CONTEXT, [bent], 1.0, usual="line")[0] == bent
+    assert prior.best(young, [near, far, reckless], 1.0)[0] == far
 
 
 def test_the_shipped_table_is_usable() -> None:
@@ -100,7 +67,7 @@ def test_the_shipped_table_is_usable() -> None:
     assert numpy.linalg.eigvalsh(shipped.covariance).min() > 0.0
     assert shipped.noise_iterations > 0.0
     assert shipped.source["score"] == "end cost"
-    expected = Calibration().expected(CONTEXT, replace(SETTING, reach_iterations=0.0))
+    expected = shipped.expected(CONTEXT, replace(SETTING, reach_iterations=0.0))
     assert 0.3 * 42 < expected.end_cost_iterations < 2.0 * 42  # the checkpoint as it is: about the horizon
 
 

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpsr.predictor.calibration import Setting
 from cpsr.predictor.line import LinePredictor, line_coefficients
 from cpsr.predictor.protocol import Forecast, History, Target
 
@@ -95,25 +94,3 @@ def test_an_operator_of_a_straighter_path_is_followed_further(make_history: Make
     lowest, _, highest = forecast.settings["operator_factors"]
     assert (lowest, highest) == pytest.approx((factors["bent"], factors["straight"]))
     assert f"({lowest:.1f} to {highest:.1f} times that by operator)" in forecast.reason
-
-
-TARGET = Target(1030, 1030.0, 1.0)
-
-
-def setting_of(forecast: Forecast) -> Setting:
-    chosen = forecast.settings
-    return Setting(chosen["window_iterations"], chosen["gain"] * 30, chosen["direction"])
-
-
-def test_measured_lags_change_the_setting_and_survive(make_history: MakeHistory) -> None:
-    history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor()
-    before = predictor.forecast(history, TARGET)
-    for _ in range(3):  # what it liked best did not come ahead, three times
-        settings = before.settings
-        predictor.record({"settings": settings, "lag_iterations": 60.0, "standard_error_iterations": 5.0})
-    after = predictor.forecast(history, TARGET)
-    assert setting_of(after).reach_iterations < setting_of(before).reach_iterations
-    successor = LinePredictor()
-    successor.load_state_dict(predictor.state_dict())
-    assert successor.forecast(history, TARGET) == after

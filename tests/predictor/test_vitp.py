@@ -13,8 +13,8 @@ from cpsr.predictor import collectives
 from cpsr.predictor.guard import measure
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
-from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head
-from cpsr.predictor.vitp import MIN_UPDATES, VITPPredictor, host_memory_bytes, without_slices
+from cpsr.predictor.training import Head
+from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes, without_slices
 from cpsr.state import codec
 
 UNTRAINED = collectives.Ranks(trains=False)
@@ -158,16 +158,6 @@ def test_untrained_it_is_exactly_the_line(make_history: MakeHistory) -> None:
     assert pretrained.coefficients != expected.coefficients
 
 
-def test_before_it_is_trained_nobody_asks_it(make_history: MakeHistory) -> None:
-    steps = noisy(circle, 8)
-    predictor = teach(VITPPredictor(**LINE), make_history, steps)
-    history = until(make_history, steps, 8)
-    forecast = predictor.forecast(history, ahead(history))
-    assert forecast.settings["direction"] == "line"
-    assert f"has had {3 * STEPS_PER_CHECKPOINT} of {MIN_UPDATES} updates" in forecast.reason
-    assert forecast.coefficients == LinePredictor(**LINE).forecast(history, ahead(history)).coefficients
-
-
 def test_operators_that_cannot_be_turned_keep_the_line_and_are_named(
     make_history: MakeHistory, taught: dict[str, Any]
 ) -> None:
@@ -252,7 +242,7 @@ def test_it_goes_on_from_what_was_saved(make_history: MakeHistory, taught: dict[
     restored = codec.decode(json.loads(json.dumps(data)), tensors)
     steps = noisy(circle, 18)
     straight_on = teach(VITPPredictor(**LINE), make_history, steps)
-    again = teach(loaded(restored, direction=None), make_history, steps, first=17)
+    again = teach(loaded(restored, direction="line"), make_history, steps, first=17)
     assert same(again.state_dict(), straight_on.state_dict())
 
 

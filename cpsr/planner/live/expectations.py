@@ -22,7 +22,7 @@ from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
 from cpsr.predictor.calibration import Expected, table
 from cpsr.predictor.checkpoint_series import TYPICAL_STRAIGHTNESS
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
-from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = [
@@ -257,27 +257,21 @@ def _share(recovery: RecoveryRow) -> float | None:
 def _measured_costs(recoveries: Iterable[RecoveryRow], lost: float) -> Iterator[CostObservation]:
     """What this run's recoveries tell about the end cost, oldest first.
 
-    A lag tells it to some 27 iterations. A vetoed prediction cost the horizon, since it is recomputed. One that was
-    rolled back also cost the iterations of its watch.
+    A vetoed prediction cost the horizon, since it is recomputed. One that was rolled back also cost the iterations of
+    its watch. One that was kept counts as it was expected: what it cost shows at the end of the training alone.
 
     Args:
         recoveries: of the run.
-        lost: share of the state for which the lags are to hold: they are in proportion to what was lost.
+        lost: share of the state for which expected costs are to hold: they are in proportion to what was lost.
     """
     for row in sorted(recoveries, key=lambda one: one.created_unix_seconds):
-        context = row.settings.get("context")
-        if row.failure_iteration is None or row.checkpoint_iteration is None or context is None:
+        context, failed, newest = row.settings.get("context"), row.failure_iteration, row.checkpoint_iteration
+        if context is None or failed is None or newest is None:
             continue
-        horizon, lag = row.failure_iteration - row.checkpoint_iteration, row.guard.get("lag")
-        if row.outcome == "vetoed":
-            cost, error = float(horizon), 0.0
-        elif row.outcome == "rolled_back":
-            cost, error = float(horizon + WATCH_ITERATIONS), 0.0
-        elif lag is not None and not row.settings.get("held_operators"):  # else of older experts, too
-            part = lost / (_share(row) or 1.0)
-            error = math.hypot(part * lag["standard_error_iterations"], lost * LAG_DEVIATION_ITERATIONS)
-            cost = part * lag["lag_iterations"]
-        else:
-            continue
-        if math.isfinite(cost) and math.isfinite(error):
-            yield CostObservation(float(horizon), float(context["interval_iterations"]), cost, error)
+        costs = {
+            "vetoed": float(failed - newest),
+            "rolled_back": float(failed - newest + WATCH_ITERATIONS),
+            "kept": lost / (_share(row) or 1.0) * float(row.settings["expected_end_cost_iterations"]),
+        }
+        if row.outcome in costs:
+            yield CostObservation(float(failed - newest), float(context["interval_iterations"]), costs[row.outcome])

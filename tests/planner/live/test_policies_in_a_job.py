@@ -102,7 +102,7 @@ def test_theorem_1_follows_the_predictor_and_never_leaps_by_chance(run_dir: Path
     for plan in made:
         phase = plan.explanation["inputs"]["phase"] or {}
         print(plan.from_iteration, plan.interval_iterations, theorems(plan), phase.get("tau1_per_checkpoint"))  # noqa: T201
-    moved = 0
+    certainties = 0
     for before, plan in pairwise(made):
         phase, note = plan.explanation["inputs"]["phase"], theorems(plan)["note"]
         certain = phase is not None and phase["tau1_low_per_checkpoint"] > 0
@@ -110,9 +110,8 @@ def test_theorem_1_follows_the_predictor_and_never_leaps_by_chance(run_dir: Path
         if not certain:
             assert theorems(plan)["interval_iterations"] == held, note
             assert "stays as it is" in note
-        elif not note:
-            moved += 1
-    assert moved, "tau1 differed from 0 beyond chance at least once"
+        certainties += certain
+    assert certainties, "tau1 differed from 0 beyond chance at least once"
     for plan in made:  # it is measured where the job is, whatever the interval
         if plan.from_iteration + 3 * plan.interval_iterations < ITERATIONS:
             assert any(one["iteration"] > plan.from_iteration for one in backtests)

@@ -1,4 +1,3 @@
-import math
 from typing import Any
 
 import numpy
@@ -8,10 +7,10 @@ from cpsr.checkpoint.catalogue import Retention
 from cpsr.journal import RecoveryRow
 from cpsr.planner.live.expectations import _measured_costs, expected_costs
 from cpsr.planner.plan import Situation, fixed_plan
-from cpsr.predictor.line import LAG_DEVIATION_ITERATIONS, LinePredictor
+from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import HistoryEntry, Target
 
-CONTEXT = {"context": {"interval_iterations": 50.0}}
+SETTINGS = {"context": {"interval_iterations": 50.0}, "expected_end_cost_iterations": 12.0}
 
 
 def at(iteration: int) -> Situation:
@@ -64,43 +63,26 @@ def recovery(**changes: Any) -> RecoveryRow:
         "restored_iteration": 140,
         "method": "vitp",
         "requested_mode": "auto",
-        "settings": CONTEXT,
-        "guard": {"lag": {"lag_iterations": 12.0, "standard_error_iterations": 9.0}},
+        "settings": SETTINGS,
+        "outcome": "vetoed",
     }
     return RecoveryRow(**{**values, **changes})
 
 
-def test_recoveries_are_measurements() -> None:
-    (recovered,) = _measured_costs([recovery()], 1.0)
-    assert (recovered.horizon_iterations, recovered.interval_iterations, recovered.end_cost_iterations) == (40, 50, 12)
-    assert recovered.standard_error_iterations == pytest.approx(math.hypot(9, LAG_DEVIATION_ITERATIONS))
-
-
-def test_lags_are_in_proportion_to_what_was_lost() -> None:
-    settings = {**CONTEXT, "lost_share": 0.5}
-    (recovered,) = _measured_costs([recovery(settings=settings)], 0.25)
-    assert recovered.end_cost_iterations == 6.0
-    assert recovered.standard_error_iterations == pytest.approx(0.25 * math.hypot(18, LAG_DEVIATION_ITERATIONS))
-    (vetoed,) = _measured_costs([recovery(settings=settings, outcome="vetoed")], 0.25)
-    assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40.0, 0.0)  # all is recomputed
-
-
 def test_what_the_guard_refused_cost_what_was_recomputed() -> None:
-    vetoed, rolled_back = _measured_costs([recovery(outcome="vetoed"), recovery(outcome="rolled_back")], 1.0)
-    assert (vetoed.end_cost_iterations, vetoed.standard_error_iterations) == (40, 0)
+    vetoed, rolled_back = _measured_costs([recovery(), recovery(outcome="rolled_back")], 1.0)
+    assert (vetoed.horizon_iterations, vetoed.interval_iterations, vetoed.end_cost_iterations) == (40, 50, 40)
     assert rolled_back.end_cost_iterations == 100
 
 
+def test_what_was_kept_counts_as_expected_in_proportion_to_what_was_lost() -> None:
+    (whole,) = _measured_costs([recovery(outcome="kept")], 1.0)
+    (part,) = _measured_costs([recovery(outcome="kept", settings={**SETTINGS, "lost_share": 0.5})], 0.25)
+    assert (whole.end_cost_iterations, part.end_cost_iterations) == (12.0, 6.0)
+
+
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {"failure_iteration": None},
-        {"checkpoint_iteration": None},
-        {"guard": {}},
-        {"settings": {}},
-        {"guard": {"lag": {"lag_iterations": float("nan"), "standard_error_iterations": 9.0}}},
-        {"settings": {**CONTEXT, "held_operators": 2}},
-    ],
+    "changes", [{"failure_iteration": None}, {"checkpoint_iteration": None}, {"outcome": "watching"}, {"settings": {}}]
 )
-def test_a_recovery_without_a_lag_is_left_out(changes: dict[str, Any]) -> None:
+def test_other_recoveries_are_left_out(changes: dict[str, Any]) -> None:
     assert list(_measured_costs([recovery(**changes)], 1.0)) == []
