@@ -1,13 +1,12 @@
 """Windows, snapshots in memory, rivals with their own policies and stale experts under the same kills.
 
-Each way also trains once a round without a kill, which shows its overhead, beside a job without any snapshot.
+Each way also trains once without a kill, in turn with an engine without CPSR in the same processes: its overhead.
 """
 
 import json
 import math
 import random
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -16,22 +15,23 @@ from typing import Any
 
 import numpy
 
-from cpsr.benchmarks.harness.intervals import median_ratio_interval
-from cpsr.benchmarks.harness.measurement import Measurement
+from cpsr.benchmarks.harness.intervals import Estimate
+from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
+from cpsr.benchmarks.replay.in_turn import paired_interval
 from cpsr.benchmarks.replay.live_interval import CHECKFREQ, PCCHECK, PROFILED_INTERVAL, PROFILED_ITERATIONS
-from cpsr.benchmarks.replay.mixture import Mixture, Part, found_path, rank_main
+from cpsr.benchmarks.replay.mixture import ALONE, LIVE, Mixture, Part, found_path, rank_main
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 
-__all__ = ["CONTROL", "EXACT", "MEMORY", "RARELY", "STALE", "WAYS", "WINDOW", "WINDOWS", "Plan", "Run", "compare"]
+__all__ = ["EXACT", "MEMORY", "RARELY", "STALE", "WAYS", "WINDOW", "WINDOWS", "Plan", "Run", "compare"]
 __all__ += ["lag_iterations", "lost_tokens"]
 
 RANKS = 2
 WINDOW = 4
 TAIL_ITERATIONS = 20  # of the end, over which losses are compared
-CONTROL, WINDOWS, MEMORY, STALE = "no snapshot", f"windows of {WINDOW}", "snapshots in memory", "stale experts"
+WINDOWS, MEMORY, STALE = f"windows of {WINDOW}", "snapshots in memory", "stale experts"
 CHECKFREQ_LIVE, PCCHECK_LIVE = "CheckFreq, live", "PCcheck, live"
 
 RARELY = {"interval_iterations": 100_000}
@@ -77,12 +77,14 @@ class Plan:
         iterations: of each run.
         rounds: in each, every way meets the same kills.
         kills: of both ranks, in each run.
+        paired_steps: of each way, that show its overhead.
         mixture: shape of the model.
     """
 
     iterations: int = 120
     rounds: int = 3
     kills: int = 2
+    paired_steps: int = 400
     mixture: Mixture = field(default_factory=Mixture)
 
     def killed_at(self, round_: int) -> list[int]:
@@ -102,9 +104,8 @@ class Run:
         repeated: iterations that each failure had repeated.
         lost_tokens: that failures took from experts, over all layers, as far as no later failure undid it.
         down_seconds: of each failure, from the last step before it to the first one's begin after it.
-        step_seconds: mean of the first life, from where a policy has profiled on.
+        blocks: seconds of a step without CPSR and with it, in turn, where it was timed.
         profiles: of its policy, oldest first.
-        wall_seconds: from the first start of the processes to their last end.
         digests: of each rank's state at the end.
         methods: how each life began.
         state_bytes: of rank 0.
@@ -114,9 +115,8 @@ class Run:
     repeated: list[int]
     lost_tokens: float
     down_seconds: list[float]
-    step_seconds: float
+    blocks: dict[str, list[float]]
     profiles: list[dict[str, Any]]
-    wall_seconds: float
     digests: list[str]
     methods: list[str]
     state_bytes: int
@@ -128,60 +128,56 @@ def compare(call: Measurement, plan: Plan) -> dict[str, Any]:
     Raises:
         CPSRError: a job failed; or what has to be exact is not.
     """
-    quiet: dict[str, list[Run]] = {name: [] for name in (CONTROL, *WAYS)}
-    killed: dict[str, list[Run]] = {name: [] for name in WAYS}
-    advance = call.bar("compared runs", plan.rounds * (len(quiet) + len(killed)))
-    for number in range(plan.rounds):
-        for place, name in enumerate(quiet):
-            way, directory = WAYS.get(name, _NOTHING), call.directory / f"compared-{number}-{place}"
-            quiet[name].append(_run(directory, way, plan, []))
-            advance()
-            if name in killed:
-                killed[name].append(
-                    _run(directory.with_name(f"{directory.name}-killed"), way, plan, plan.killed_at(number))
-                )
-                advance()
-    control = quiet[CONTROL]
-    for name in EXACT:
-        if any(one.digests != control[0].digests for one in (*quiet[name], *killed[name])):
+    advance = call.bar("compared runs", 1 + len(WAYS) * (1 + plan.rounds))
+
+    def done(name: str, way: Way, *given: Any) -> Run:
+        run = _run(call.directory / f"compared-{name}", way, plan, *given)
+        advance()
+        return run
+
+    control = done("control", _NOTHING, [])
+    found = {}
+    for place, (name, way) in enumerate(WAYS.items()):
+        timed = done(f"{place}-timed", way, [], plan.paired_steps)
+        killed = [done(f"{place}-{number}", way, plan.killed_at(number)) for number in range(plan.rounds)]
+        if name in EXACT and any(one.digests != control.digests for one in killed):
             raise CPSRError(f"{name}: a run ended with another state than the one that nothing happened to")
-    found = {name: _figures(WAYS[name], quiet[name], killed[name], control, plan) for name in WAYS}
+        found[name] = _figures(way, timed, killed, control, plan)
     _show(call, found)
-    seconds = [one.step_seconds for one in control]
     return {
         "plan": asdict(plan),
-        "step_seconds": seconds,
+        "step_seconds": [seconds for own in found.values() for seconds in own["blocks"][ALONE]],
         "ways": found,
-        "state_bytes_of_a_rank": control[0].state_bytes,
+        "state_bytes_of_a_rank": control.state_bytes,
     }
 
 
-def _run(directory: Path, way: Way, plan: Plan, kills: Sequence[int]) -> Run:
-    """One run with real kills of both ranks, each followed by a restart."""
+def _run(directory: Path, way: Way, plan: Plan, kills: Sequence[int], paired_steps: int = 0) -> Run:
+    """One run with real kills of both ranks, each followed by a restart, or one whose steps are timed in its end."""
     directory.mkdir(parents=True)
     run_dir = directory / "run"
     whole = {**_PLAIN, **way.config, "run_dir": str(run_dir)}
+    if paired_steps:
+        whole["mode"] = "auto"  # `exact` refuses a loop with another engine
     lives: list[list[list[dict[str, Any]]]] = []
-    begun = ended = 0.0
     profile: dict[str, Any] | None = None
     for life, killed_at in enumerate([*kills, None]):
         result = directory / f"life-{life}"
-        part = Part(whole, result, plan.iterations, killed_at, plan.mixture, way.policy, profile)
-        begin, ended = _live(part)
-        begun = begun or begin
+        iterations = PROFILED_ITERATIONS if paired_steps else plan.iterations
+        part = Part(whole, result, iterations, killed_at, plan.mixture, way.policy, profile, paired_steps)
+        _live(part)
         lives.append([_read(part.result, rank) for rank in range(RANKS)])
         profile = [profile, *_profiles(lives[-1])][-1]
     remove_memory_states(run_id(run_dir))
-    return _seen(lives, kills, ended - begun)
+    return _seen(lives, kills)
 
 
 def _profiles(life: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     return [note["profile"] for note in life[0] if "profile" in note]
 
 
-def _live(part: Part) -> tuple[float, float]:
-    """Start the ranks and wait for their end; returns when they were started and when they had ended."""
-    begun = time.time()
+def _live(part: Part) -> None:
+    """Start the ranks and wait for their end."""
     processes = start_ranks(rank_main, part, RANKS)
     for process in processes:
         process.join(300)
@@ -192,25 +188,24 @@ def _live(part: Part) -> tuple[float, float]:
         statuses = [process.exitcode for process in processes]
         said = "".join(part.result.with_suffix(f".{rank}.log").read_text()[-1000:] for rank in range(RANKS))
         raise CPSRError(f"a life ended with {statuses}, and not as it should:\n{said}")
-    return begun, time.time()
 
 
 def _read(result: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in found_path(result, rank).read_text().splitlines()]
 
 
-def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int], wall_seconds: float) -> Run:
+def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int]) -> Run:
     """Figures of the ranks' notes, by life and rank."""
     losses: dict[int, float] = {}
-    seconds, down, tokens, methods = list[float](), list[float](), list[tuple[int, float]](), list[str]()
+    down, tokens, methods = list[float](), list[tuple[int, float]](), list[str]()
     for place, ranks in enumerate(lives):
         start, *steps = zip(*ranks, strict=False)
         methods.append(start[0]["method"])
+        blocks: dict[str, list[float]] = next((notes[0]["blocks"] for notes in steps if "blocks" in notes[0]), {})
         steps = [notes for notes in steps if "loss" in notes[0]]
         times = [max(note["unix_seconds"] for note in notes) for notes in steps]
         losses |= {notes[0]["iteration"]: statistics.fmean(note["loss"] for note in notes) for notes in steps}
         took = [after - before for before, after in pairwise(times)]
-        seconds = seconds or took[PROFILED_ITERATIONS:] or took
         layers = (start[0]["lost_tokens"] or {}).get("layers", [])
         tokens.append((start[0]["iteration"], sum(layer["lost_tokens"] for layer in layers)))
         if place:
@@ -223,9 +218,8 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int],
         [killed - start for killed, start in zip(kills, began, strict=True)],
         lost_tokens(tokens),
         down,
-        statistics.fmean(seconds),
+        blocks,
         [one for life in lives for one in _profiles(life)],
-        wall_seconds,
         [end["digest"] for end in ends],
         methods,
         ends[0]["state_bytes"],
@@ -265,29 +259,24 @@ def lag_iterations(losses: Mapping[int, float], control: Mapping[int, float], ta
     return gap / max(-float(slope), 1e-9), gap
 
 
-def _figures(
-    way: Way, quiet: Sequence[Run], killed: Sequence[Run], control: Sequence[Run], plan: Plan
-) -> dict[str, Any]:
-    lags = [lag_iterations(one.losses, own.losses, TAIL_ITERATIONS) for one, own in zip(killed, control, strict=True)]
-    steps = [one.step_seconds for one in quiet], [one.step_seconds for one in control]
+def _figures(way: Way, timed: Run, killed: Sequence[Run], control: Run, plan: Plan) -> dict[str, Any]:
+    lags = [lag_iterations(one.losses, control.losses, TAIL_ITERATIONS) for one in killed]
     routed = plan.iterations * plan.mixture.tokens_per_iteration
-    profiles = [one.profiles[-1] for one in (*quiet, *killed) if one.profiles]
+    profiles = [one.profiles[-1] for one in (timed, *killed) if one.profiles]
     intervals = [one["interval_iterations"] for one in profiles] or [way.interval_iterations]
     return {
         "intervals_iterations": intervals,
         "persist_seconds": statistics.median(one["persist_seconds"] for one in profiles) if profiles else None,
-        "step_seconds": steps[0],
-        "step_ratio": asdict(median_ratio_interval(*steps)),
-        "step_ratios": [one / other for one, other in zip(*steps, strict=True)],
+        "blocks": timed.blocks,
+        "step_ratio": asdict(paired_interval(timed.blocks[LIVE], timed.blocks[ALONE])),
         "repeated_iterations": [one.repeated for one in killed],
         "lost_tokens": [one.lost_tokens for one in killed],
         "lost_token_share": [one.lost_tokens / routed for one in killed],
         "lag_iterations": [lag for lag, _ in lags],
         "gap_nats": [gap for _, gap in lags],
         "down_seconds": [one.down_seconds for one in killed],
-        "wall_ratios": [one.wall_seconds / other.wall_seconds for one, other in zip(killed, control, strict=True)],
         "methods": sorted({method for one in killed for method in one.methods[1:]}),
-        "same_bits": [one.digests == control[0].digests for one in killed],
+        "same_bits": [one.digests == control.digests for one in killed],
     }
 
 
@@ -300,17 +289,16 @@ def _show(call: Measurement, found: Mapping[str, Mapping[str, Any]]) -> None:
             (
                 name,
                 _range(own["intervals_iterations"], 0),
-                f"{own['step_ratio']['value']:.3f} ({_range(own['step_ratios'], 3)})",
+                interval_text(Estimate(**own["step_ratio"]), digits=3),
                 f"{statistics.fmean(repeated):.1f} ({_range(repeated, 0)})" if repeated else "-",
                 f"{statistics.fmean(own['lost_token_share']):.2%}",
                 f"{statistics.fmean(own['lag_iterations']):.1f} ({_range(own['lag_iterations'])})",
                 _range(down) if down else "-",
-                _range(own["wall_ratios"], 2),
                 "same" if all(own["same_bits"]) else "others",
             )
         )
     rounds = len(found[WINDOWS]["lag_iterations"])
-    headings = ("way", "every", "step", "repeated", "lost tokens", "lag", "down s", "wall", "bits")
+    headings = ("way", "every", "step", "repeated", "lost tokens", "lag", "down s", "bits")
     call.table(f"jobs that are killed, and their steps without a kill ({rounds} rounds)", headings, rows)
 
 

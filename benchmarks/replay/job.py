@@ -1,8 +1,8 @@
 """A small mixture of experts in plain torch: its state is large beside what one step computes."""
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
+from cpsr.benchmarks.replay.in_turn import in_turn
+from cpsr.benchmarks.replay.mixture import ALONE, LIVE
 
-__all__ = ["Shape", "live", "train_alone"]
+__all__ = ["Shape", "live_and_alone"]
 
+SETTLED_BLOCKS = 3
 ITEMS, BATCHES_OF_A_PASS = 512, 64
 
 
@@ -72,34 +75,30 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tenso
     optimizer.step()
 
 
-def train_alone(shape: Shape, iterations: int) -> list[float]:
-    """Seconds of each step without CPSR."""
-    torch.set_num_threads(1)
-    model = _model(shape)
-    seconds: list[float] = []
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    while len(seconds) < iterations:
-        for (batch,) in _batches(shape):
-            begun = time.perf_counter()
-            _step(model, optimizer, batch)
-            seconds.append(time.perf_counter() - begun)
-    return seconds[:iterations]
+def live_and_alone(
+    run_dir: Path, settings: Mapping[str, Any], shape: Shape, steps: int, block: int
+) -> tuple[dict[str, list[float]], int]:
+    """Seconds of a step under CPSR and without it, by blocks in turn, and the bytes of weights and moments.
 
-
-def live(run_dir: Path, settings: Mapping[str, Any], shape: Shape, until: int) -> tuple[list[float], int]:
-    """Seconds of each step of a run under CPSR, and the bytes of its weights and moments."""
+    Args:
+        run_dir: of the run.
+        settings: of CPSR.
+        shape: of both models.
+        steps: about so many are timed.
+        block: steps of one.
+    """
     torch.set_num_threads(1)
-    model, seconds = _model(shape), list[float]()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    config = {"run_dir": str(run_dir), "mode": "exact", "learning": {"budget_fraction": 0.0}, **settings}
+    model, other = _model(shape), _model(shape)
+    optimizer, another = (torch.optim.AdamW(one.parameters(), lr=1e-3) for one in (model, other))
+    alone = (batch for _ in count() for (batch,) in _batches(shape))
+    # Mode `exact` refuses a loop with another optimizer.
+    config = {"run_dir": str(run_dir), "mode": "auto", "learning": {"budget_fraction": 0.0}, **settings}
     with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
-        begun = time.perf_counter()
-        for (batch,) in recovery.resume(_batches(shape), repeat=True):
-            _step(model, optimizer, batch)
-            now = time.perf_counter()
-            seconds.append(now - begun)
-            begun = now
-            if recovery.iteration >= until:
-                break
-        state_bytes = recovery.life.job.shard.state_bytes
-    return seconds, state_bytes
+        live = iter(recovery.resume(_batches(shape), repeat=True))
+        kinds = {
+            ALONE: lambda: _step(other, another, next(alone)),
+            LIVE: lambda: _step(model, optimizer, next(live)[0]),
+        }
+        in_turn(kinds, 1, SETTLED_BLOCKS * block, 0)  # all files are filled once
+        seconds = in_turn(kinds, max(1, steps // (2 * (block + 1))), block, 1)
+        return seconds, recovery.life.job.shard.state_bytes

@@ -58,11 +58,11 @@ class LiveInterval:
 
     def __init__(self, life: Life, policy: str, known: Mapping[str, Any] | None) -> None:
         self._life, self._policy = life, policy
-        self._profile = None if known is None else Profile(**known)
+        self._profile: Profile | None = None
         self._seconds: list[float] = []  # of the steps since the last decision
         self._begun = time.perf_counter()
-        if self._profile is not None:
-            self._adopt(self._profile)
+        if known is not None:
+            self._adopt(Profile(**known))
 
     def after_step(self) -> dict[str, Any] | None:
         """Decide where it is time; a collective then.
@@ -82,6 +82,15 @@ class LiveInterval:
             return None
         self._adopt(found)
         return asdict(found)
+
+    def rest(self) -> None:
+        """The next step begins now: what the loop did since the last one is none of the job's."""
+        self._begun = time.perf_counter()
+
+    @property
+    def interval_iterations(self) -> int:
+        """That it has chosen; 0: none so far."""
+        return 0 if self._profile is None else self._profile.interval_iterations
 
     def _profiled(self) -> Profile:
         costs = self._life.planner.times.costs()
@@ -106,4 +115,5 @@ class LiveInterval:
 
     def _adopt(self, found: Profile) -> None:
         plan = Plan(found.interval_iterations, self._policy, asdict(found))
+        self._profile = found
         self._life.saver.adopt(plan, self._life.job.adapter.iteration)

@@ -9,15 +9,14 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 
 from cpsr.benchmarks.recovery.workload import SEED_STRIDE
-from cpsr.benchmarks.replay.mixture import Mixture
+from cpsr.benchmarks.replay.mixture import PEAK_LEARNING_RATE, Mixture
 from cpsr.demo.model import GPT
 
-__all__ = ["PEAK_LEARNING_RATE", "MixtureGPT", "engine_of"]
+__all__ = ["MixtureGPT", "engine_of"]
 
 BALANCE = 0.01  # of the auxiliary loss (pec, Table 1)
 CAPACITY, EVALUATION_CAPACITY = 1.25, 2.0
 INITIAL_DEVIATION = 0.02  # as in the dense model
-PEAK_LEARNING_RATE = 1e-3
 WEIGHT_DECAY, MAX_GRADIENT_NORM = 0.01, 1.0
 
 

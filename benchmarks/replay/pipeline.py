@@ -1,7 +1,7 @@
 """What windows and the logs of stages cost the steps of a pipeline: one rank of two stages, with and without them."""
 
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ from torch import nn
 
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.ranks import RANKS, join_ranks
+from cpsr.benchmarks.replay.in_turn import in_turn
+from cpsr.benchmarks.replay.mixture import ALONE
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 
-__all__ = ["ALONE", "LOGGED", "WINDOWS", "main"]
+__all__ = ["LOGGED", "WINDOWS", "main"]
 
-ALONE, WINDOWS, LOGGED = "without CPSR", "windows, no logs", "windows and logs"
+WINDOWS, LOGGED = "windows, no logs", "windows and logs"
 WIDTH, BLOCKS, MICRO_BATCHES, BATCH, TOKENS, WINDOW = 128, 2, 4, 16, 128, 4
-TURNS = 2  # of steps with logs and without, in a life
-SETTLING = 2 * WINDOW  # steps of a life that are not counted: its first is measured, and its files are new
+SETTLED = 4 * WINDOW  # steps until all files of windows and logs have been filled once
 
 
 class _Block(nn.Module):
@@ -35,37 +36,40 @@ class _Block(nn.Module):
         return hidden + added
 
 
-def main(run_dir: Path, rounds: int, steps: int) -> dict[str, list[list[float]]]:
-    """Seconds of each step, by variant and round: alone, then in a new run with windows, with logs and without."""
+def main(run_dir: Path, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step, by kind and round: of an engine alone, and of one with windows, with logs and without."""
     torch.set_num_threads(1)
     join_ranks(run_dir)
     torch.manual_seed(5)
-    engine, found = _engine(), dict[str, list[list[float]]]({ALONE: [], WINDOWS: [], LOGGED: []})
-    _seconds(engine, steps)
-    for number in range(rounds):
-        own = run_dir.with_name(f"run-{number}")
-        found[ALONE].append(_seconds(engine, steps))
-        config = {
-            "run_dir": str(own),
-            "mode": "exact",
-            "checkpoint": {"interval_iterations": 100_000},
-            "learning": {"budget_fraction": 0.0},
-            "replay": {"enabled": True, "window_iterations": WINDOW},
+    alone, engine, batches = _engine(), _engine(), _batches()
+    own = run_dir.with_name("run")
+    config = {
+        "run_dir": str(own),
+        "mode": "auto",  # which allows the optimizer of the other engine
+        "checkpoint": {"interval_iterations": 100_000},
+        "learning": {"budget_fraction": 0.0},
+        "replay": {"enabled": True, "window_iterations": WINDOW},
+    }
+    with CPSRRecovery(engine, config) as recovery:
+        pipeline = recovery.life.job.adapter.pipeline
+        assert pipeline is not None
+        traffic, log = pipeline.traffic, pipeline.traffic.log
+
+        def step(own_log: Any) -> None:
+            traffic.log = own_log
+            engine.train_batch(batches)
+
+        kinds = {
+            ALONE: partial(alone.train_batch, batches),
+            WINDOWS: partial(step, None),
+            LOGGED: partial(step, log),
         }
-        with CPSRRecovery(engine, config) as recovery:
-            pipeline = recovery.life.job.adapter.pipeline
-            assert pipeline is not None
-            traffic, log = pipeline.traffic, pipeline.traffic.log
-            _seconds(engine, SETTLING)
-            found[WINDOWS].append([])
-            found[LOGGED].append([])
-            for name in (WINDOWS, LOGGED, LOGGED, WINDOWS) * TURNS:  # the machine's pace changes from minute to minute
-                traffic.log = log if name == LOGGED else None
-                found[name][-1] += _seconds(engine, max(1, steps // (2 * TURNS)))
-            traffic.log = log
-        torch.distributed.barrier()
-        if engine.global_rank == 0:
-            remove_memory_states(run_id(own))
+        in_turn(kinds, 2, SETTLED, 0)  # every file is new
+        found = in_turn(kinds, rounds, WINDOW, 1)
+        traffic.log = log
+    torch.distributed.barrier()
+    if engine.global_rank == 0:
+        remove_memory_states(run_id(own))
     return found
 
 
@@ -88,12 +92,3 @@ def _batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     batch = torch.randn(BATCH, TOKENS, WIDTH)
     while True:
         yield batch, batch
-
-
-def _seconds(engine: Any, steps: int) -> list[float]:
-    batches, seconds = _batches(), list[float]()
-    for _ in range(steps):
-        begun = time.perf_counter()
-        engine.train_batch(batches)
-        seconds.append(time.perf_counter() - begun)
-    return seconds
