@@ -58,9 +58,17 @@ class Sealed:
         finally:
             os.close(descriptor)
 
+    def described(self) -> MemoryState:
+        """Its state; CheckpointError where the file holds another slab by now, OSError where it cannot be read."""
+        found = describe(self.path)
+        if found is None or Sealed.at(self.path, self.iteration) != self:
+            raise CheckpointError(f"{self.path.name} was overwritten before it was sent")
+        return found
+
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
-        """See `Image.pieces`; OSError where the file cannot be read."""
-        yield from self.between([(PAGE_BYTES, self.size)])
+        """See `Image.pieces`, without the parts that other ranks hold; OSError where the file cannot be read."""
+        state = self.described()
+        yield from self.between([(PAGE_BYTES, state.size.header_bytes), *state.spans()])
         yield 0, memoryview(self.page)
 
     def between(self, spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, memoryview]]:

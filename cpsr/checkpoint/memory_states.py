@@ -232,6 +232,20 @@ class MemoryState:
         except NO_HEADER as error:
             raise CheckpointError(f"the header of {self.path} is damaged: {error}") from error
 
+    def spans(self, segments: Collection[int] | None = None) -> list[tuple[int, int]]:
+        """Of its file behind the header, first bytes and those after the last: of segments, and of what follows them.
+
+        Args:
+            segments: by their numbers; None: all that it has, and not what other ranks hold.
+        """
+        first, found = self.size.header_bytes, list[tuple[int, int]]()
+        known = zip(json.loads(self.index["segments"]), json.loads(self.index["hashes"]), strict=True)
+        for number, ((begin, end), digest) in enumerate(known):
+            if digest if segments is None else number in segments:
+                begin = found.pop()[0] if found and found[-1][1] == first + begin else first + begin
+                found.append((begin, first + end))
+        return [*found, (self.size.bytes, int(self.index["file_bytes"]))]
+
     @cached_property
     def parts(self) -> tuple[HeldPart, ...]:
         """Parts of weights and moments that it holds, lacks, or belongs to; CheckpointError as of `tensors`."""

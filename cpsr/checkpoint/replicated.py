@@ -9,7 +9,6 @@ A device makes checksums of what another rank copies, where it lies. Between che
 of each, by which a restart joins only what belongs together.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -62,7 +61,8 @@ class Replicas:
         self._operators: dict[str, OperatorState] = {}
         self._tensors: dict[str, list[torch.Tensor]] = {}  # of each part, as integers
         self._chunks: dict[str, list[list[torch.Tensor]]] = {}
-        self._sampled: list[tuple[list[Any], list[tuple[str, int]]]] = []  # by type: views; part and number of elements
+        self._sampled: list[Any] = []  # views
+        self._counts: list[tuple[str, int]] = []  # part and number of elements
         self._factors: tuple[torch.Tensor, ...] = ()
 
     def samples(self, shard: Shard, parts: Parts) -> Callable[[], dict[str, str]]:
@@ -71,12 +71,11 @@ class Replicas:
         Ranks that train apart differ in most elements; a single one that differs is found at the next checkpoint.
         """
         self._look(shard, parts)
-        with torch.no_grad():
-            packed = [
-                to_host(torch.cat(views)) if isinstance(views[0], torch.Tensor) else numpy.concatenate(views)
-                for views, _ in self._sampled
-            ]
-        return partial(_hashed, packed, [counts for _, counts in self._sampled])
+        if not self._sampled:
+            return dict
+        on_host = isinstance(self._sampled[0], numpy.ndarray)
+        packed = numpy.concatenate(self._sampled) if on_host else to_host(torch.cat(self._sampled))
+        return partial(_hashed, packed, self._counts, xxhash.xxh3_64)
 
     def checksums(self, shard: Shard, parts: Parts, names: Collection[str]) -> Callable[[], dict[str, str]]:
         """Each of these operators -> xxh3-128 of the `sums` of its whole part, in hexadecimal.
@@ -89,13 +88,13 @@ class Replicas:
             if part not in self._chunks:
                 self._chunks[part] = list(_in_chunks(self._tensors[part]))
         chunks = [chunk for part in wanted for chunk in self._chunks[part]]
-        with torch.no_grad():
-            pairs = [sums(torch.cat(chunk), self._factors_on(chunk[0])) for chunk in chunks]
-            found = to_host(torch.stack(pairs)) if pairs else ()
+        if not chunks:
+            return dict
+        found = to_host(torch.stack([sums(torch.cat(chunk), self._factors_on(chunk[0])) for chunk in chunks]))
         counts = [(part, len(self._chunks[part])) for part in wanted]
 
         def by_operator() -> dict[str, str]:
-            of_part = _hashed([found], [counts], xxhash.xxh3_128)
+            of_part = _hashed(found, counts, xxhash.xxh3_128)
             return {name: of_part[parts.of(name)] for name in names}
 
         return by_operator
@@ -114,36 +113,27 @@ class Replicas:
         if shard.operators is self._operators:
             return
         self._operators, self._tensors, self._chunks = shard.operators, {}, {}
+        self._sampled, self._counts = [], []
         for name, one in shard.operators.items():
             if (part := parts.of(name)) != REST:
                 self._tensors.setdefault(part, []).extend(map(integers_of, _tensors(one)))
-        by_type: dict[torch.dtype, tuple[list[Any], Counter[str]]] = {}
         for part, tensors in self._tensors.items():
-            for values in tensors:
-                views, counts = by_type.setdefault(values.dtype, ([], Counter()))
-                some = values[:: max(1, len(values) // SAMPLED_ELEMENTS)]
-                views.append(some if some.is_cuda else some.numpy())
-                counts[part] += len(some)
-        self._sampled = [(views, list(counts.items())) for views, counts in by_type.values()]
+            some = [one[:: max(1, len(one) // SAMPLED_ELEMENTS)] for one in tensors]
+            self._counts.append((part, sum(map(len, some))))
+            self._sampled += [one if one.is_cuda else one.numpy() for one in some]
 
 
 def _tensors(operator: OperatorState) -> list[torch.Tensor]:
     return [operator.parameter.values, *(operator.moments[key] for key in sorted(operator.moments))]
 
 
-def _hashed(
-    packed: Iterable[Any], counts: Iterable[Iterable[tuple[str, int]]], kind: Callable[[], Any] = xxhash.xxh3_64
-) -> dict[str, str]:
-    """Part -> hash of its rows, which follow each other in each of these arrays."""
-    states: dict[str, Any] = {}
-    for rows, of_parts in zip(packed, counts, strict=True):
-        content, at = numpy.asarray(rows).data, 0
-        for part, count in of_parts:
-            if part not in states:
-                states[part] = kind()
-            states[part].update(content[at : at + count])
-            at += count
-    return {part: state.hexdigest() for part, state in states.items()}
+def _hashed(rows: Any, counts: Iterable[tuple[str, int]], kind: Callable[[Any], Any]) -> dict[str, str]:
+    """Part -> hash of its rows; those of each part follow those of the one before."""
+    content, at, found = numpy.asarray(rows), 0, dict[str, str]()
+    for part, count in counts:
+        found[part] = kind(content[at : at + count].data).hexdigest()
+        at += count
+    return found
 
 
 def _in_chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

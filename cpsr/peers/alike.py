@@ -12,7 +12,7 @@ from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import newest_checkpoint
 from cpsr.checkpoint.manifest import RankManifest, slab_name
 from cpsr.checkpoint.memory import SharedMemory
-from cpsr.checkpoint.memory_states import MemoryState, OpenState, describe, fill
+from cpsr.checkpoint.memory_states import OpenState, fill
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
@@ -54,10 +54,10 @@ class SmallStates:
         self._files.reverse()
         file.unseal()
         small = buffer.shard_at(iteration)
-        with OpenState(_described(whole)) as slab:
+        with OpenState(whole.described()) as slab:
             fill([slab], wanted_of(small), whole.path)
             scalars, parts = slab.scalars(), slab.state.parts
-        _described(whole)  # after all was read
+        whole.described()  # after all was read
         file.seal("small", small, iteration, scalars, owned=json.dumps(parts))
         return Sealed.at(file.path, iteration)
 
@@ -65,13 +65,6 @@ class SmallStates:
         """Let the files go; see `MemoryFile.close`."""
         for file, _ in self._files:
             file.close(remove=remove)
-
-
-def _described(whole: Sealed) -> MemoryState:
-    found = describe(whole.path)
-    if found is None or Sealed.at(whole.path, whole.iteration) != whole:
-        raise CheckpointError(f"{whole.path.name} was overwritten before it was sent")
-    return found
 
 
 def fingerprint(shard: Shard) -> str:

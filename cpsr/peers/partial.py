@@ -16,7 +16,6 @@ from cpsr.checkpoint.memory_states import (
     PAGE_BYTES,
     PENDING_HASH,
     MemoryState,
-    describe,
     hash_of,
 )
 from cpsr.checkpoint.parts import REST, operator_of
@@ -108,9 +107,10 @@ class Sending:
         Raises:
             CheckpointError: the snapshot is not there any more.
         """
-        slot, self._next, self._bytes = self._slots.pop(name, None), None, whole.size
-        if self._experts is None or (state := _described(whole)).kind != "snapshot":
+        slot, self._next = self._slots.pop(name, None), None
+        if self._experts is None or (state := whole.described()).kind != "snapshot":
             return whole
+        self._bytes = _bytes_of(state, state.spans())
         layout = state.index["operators"], state.index["segments"]
         digests, taken_at = json.loads(state.index["hashes"]), json.loads(state.index["taken_at"])
         tokens = self._experts.held_tokens(state.iteration)
@@ -120,7 +120,7 @@ class Sending:
         if slot is None or (slot.layout, slot.branch) != (layout, state.branch):
             return whole
         now.number = slot.number + 1
-        parts, segments = self._parts_of(state), json.loads(layout[1])
+        parts = self._parts_of(state)
         # What other ranks of the machine hold has no hash, and is not sent.
         changed = [number for number, digest in enumerate(digests) if digest and digest != slot.digests[number]]
         experts = {parts[number] for number in changed} & slot.taken_at.keys() & {*self._experts.units.values()}
@@ -130,10 +130,8 @@ class Sending:
             if part in left_out:
                 now.digests[number] = slot.digests[number]
         now.taken_at.update({part: slot.taken_at[part] for part in left_out})
-        first = state.size.header_bytes
-        spans = [(first + segments[number][0], first + segments[number][1]) for number in sent]
-        spans.append((state.size.bytes, whole.size))
-        self._bytes = first + sum(end - begin for begin, end in spans)
+        spans = state.spans(sent)
+        self._bytes = _bytes_of(state, spans)
         return Partial(whole, _header(state, whole, now), spans)
 
     def arrived(self, name: str, seconds: float) -> None:
@@ -172,11 +170,8 @@ class Sending:
         return self._parts[1]
 
 
-def _described(whole: Sealed) -> MemoryState:
-    found = describe(whole.path)
-    if found is None or Sealed.at(whole.path, whole.iteration).page != whole.page:
-        raise CheckpointError(f"{whole.path.name} was overwritten before it was sent")
-    return found
+def _bytes_of(state: MemoryState, spans: Sequence[tuple[int, int]]) -> int:
+    return state.size.header_bytes + sum(end - begin for begin, end in spans)
 
 
 def _header(state: MemoryState, whole: Sealed, slot: _Slot) -> bytes:

@@ -7,7 +7,9 @@ from typing import Any
 import numpy
 
 from cpsr.checkpoint.arena import Sealed
+from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.memory import SharedMemory
+from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.peers.partial import Sending
 from tests.checkpoint.conftest import make_shard
@@ -29,6 +31,25 @@ class Experts:
 
     def kept(self, sent: Any, tokens: Any, ages: Any, changed: Any) -> Any:
         return tokens[0], ages
+
+
+def test_what_another_rank_of_the_machine_holds_is_not_sent(tmp_path: Path) -> None:
+    live, memory = make_shard(), SharedMemory("run", 0, 1, tmp_path)
+    pool = SnapshotPool(live, 3, memory, EXPERTS)
+    replicated = {name: operator_record(one).described for name, one in live.operators.items()}
+    contents = Contents(writers={NAMES[0]: 1}, replicated=replicated, left=frozenset({NAMES[0]}))
+    assert pool.begin(live, 50, {"of": 0}, contents, disk=False) is not None
+    pool.finish()
+    pool.settle()
+    (state,) = memory.arena.list()
+    image = Sealed.at(state.path, 50)
+    sent = sum(len(piece) for _, piece in image.pieces())
+    assert image.size - sent >= live.operators[NAMES[0]].state_bytes
+    replica = memory.path("replica-00001-0").name
+    with memory.arena.put(replica, image) as arrived:
+        assert arrived.state.lacking.keys() == {NAMES[0]}
+        assert arrived.scalars() == {"of": 0}
+    pool.close()
 
 
 def test_no_replica_holds_an_expert_of_a_branch_that_the_run_has_left(tmp_path: Path) -> None:
