@@ -62,7 +62,7 @@ class Sealed:
         """Its state; CheckpointError where the file holds another slab by now, OSError where it cannot be read."""
         found = describe(self.path)
         if found is None or Sealed.at(self.path, self.iteration) != self:
-            raise CheckpointError(f"{self.path.name} was overwritten before it was sent")
+            raise CheckpointError(f"{self.path.name} was overwritten before it was sent whole")
         return found
 
     def pieces(self) -> Iterator[tuple[int, memoryview]]:
@@ -86,7 +86,7 @@ class Sealed:
                     length = os.preadv(descriptor, [room[: end - offset]], offset)
                     # Looked at after the bytes, so that they are of this state.
                     if not length or os.pread(descriptor, PAGE_BYTES, 0) != self.page:
-                        raise CheckpointError(f"{self.path.name} was overwritten while it was sent")
+                        raise CheckpointError(f"{self.path.name} was overwritten before it was sent whole")
                     yield offset, room[:length]
                     offset += length
         finally:

@@ -134,10 +134,10 @@ class DeviceCopy(RunningCopy):
             stream.wait_stream(current)
         with torch.no_grad(), torch.cuda.stream(stream):
             self._start.record(stream)
+            beside()  # first: it may fail for lack of memory
             for target, source in pairs:
                 # Converted there: a copy that converts would wait for the device.
                 target.copy_(source.to(target.dtype), non_blocking=True)
-            beside()
             self._end.record(stream)
 
     @property

@@ -55,6 +55,7 @@ class SnapshotPool:
         engine: makes the copies, and seals them.
         steps: of the device.
         occupancy: which snapshot has which buffer.
+        shares: whether ranks may leave copies to each other; no more once the device had no memory to compare them.
         obstacle: why the engine's state is not whole, so that no snapshot of it is taken; None where it is.
         on_sealed: called with file and iteration of each snapshot that counts from now on; in the engine's thread.
         on_counting: called once each of these is among those that this rank holds; likewise.
@@ -82,7 +83,7 @@ class SnapshotPool:
         self.on_counting: Callable[[], None] = lambda: None
         self.obstacle: str | None = None
         self._boundary_buffers = BoundaryBuffers(template.others)
-        self._replicas = Replicas()
+        self._replicas, self.shares = Replicas(), True
         self._newest: Snapshot | None = None  # from which the next one takes parts
         self._running: tuple[Snapshot, RunningCopy] | None = None
         self._late: list[tuple[Snapshot, RunningCopy]] = []  # of dumps that the device did not complete in time
@@ -141,6 +142,13 @@ class SnapshotPool:
             snapshot.contents, snapshot.disk = contents, disk
             try:
                 self._start(snapshot, shard, small)
+            except torch.OutOfMemoryError as error:
+                self._give_up(snapshot)
+                self.shares = False
+                why = str(error).partition(". ")[0]
+                raise SaveError(
+                    f"the device has no memory to compare what ranks share ({why}); they stop that"
+                ) from None
             except BaseException:
                 self._give_up(snapshot)
                 raise

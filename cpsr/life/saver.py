@@ -149,7 +149,7 @@ class Saver:
             return False
         alike: bool | None = self._group.broadcast(self.store.alike)
         if alike is not False:
-            self._policy.share_copies(alike or False)
+            self._policy.share_copies(bool(alike) and self._group.all(self.pool.shares))
             return False
         self._policy.write_own()
         if self.store.drifted is not None:

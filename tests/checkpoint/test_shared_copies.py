@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from cpsr.checkpoint import replicated
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.host_snapshot import Contents, Snapshot
 from cpsr.checkpoint.memory import SharedMemory
@@ -21,7 +22,7 @@ from cpsr.checkpoint.saved import operator_record
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.checkpoint.tiers import Entry, decide
 from cpsr.checkpoint.write_assignment import WriteAssignment
-from cpsr.errors import CheckpointError
+from cpsr.errors import CheckpointError, SaveError
 from cpsr.ranks.group import Group
 from cpsr.replay.stages import _kept
 from cpsr.restart.experts import load_nearer_experts
@@ -260,6 +261,27 @@ def test_a_device_is_not_waited_for_and_its_checksums_show_each_bit(run_id: str)
         assert same[0].samples == same[1].samples
         wrong = {name for name in NAMES if other[0].state_hashes[name] != other[1].state_hashes[name]}
         assert wrong == {name for name in NAMES if UNITS[name] == UNITS[NAMES[4]]}
+        machine.close()
+
+
+def test_ranks_stop_to_share_where_a_device_has_no_memory_to_compare(
+    run_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with stand_in_device() as device:
+        machine = Machine(run_id, device=device)
+        pool, live, contents = machine.pools[0], machine.live[0], machine.contents(0)
+
+        def full(*_: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 16 MiB")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replicated, "sums", full)
+            for iteration in (4, 5, 6, 7):  # no buffer is lost to it
+                with pytest.raises(SaveError, match="no memory to compare"):
+                    pool.begin(live, iteration, {}, contents)
+        assert not pool.shares
+        assert pool.begin(live, 8, {}, replace(contents, left=None)) is not None
+        assert pool.finish() is not None
         machine.close()
 
 

@@ -61,7 +61,7 @@ def test_a_state_arrives_as_it_was_sent_or_not_at_all(tmp_path: Path) -> None:
     assert sender["list"] == [[name, 0, 10, "snapshot", 0]]
     assert receiver["right"]
     assert receiver["kept"] == []
-    assert "was overwritten while it was sent" in sender["resealed"]
+    assert "was overwritten before it was sent whole" in sender["resealed"]
     assert sender["stopped"] == "CheckpointError: this rank ends"
     assert "rank 1: [Errno 40]" in sender["link"]
     assert receiver["after the link"] == "precious"
