@@ -9,12 +9,10 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
-__all__ = ["HORIZON_ITERATIONS", "AccuracyCurve", "Backtest", "fit_accuracy"]
+__all__ = ["AccuracyCurve", "Backtest", "fit_accuracy"]
 
 Array = NDArray[numpy.float64]
 
-# Errors are compared at this horizon: as far as the network learns to look ahead, and where intervals of 10 reach.
-HORIZON_ITERATIONS = 100
 # Stretches whose horizons differ by less than this factor are compared with each other.
 LIKE_HORIZONS = 1.5
 # The error grows about as the variance of a random walk does: as the horizon to the power of 0.8 to 1.3, measured.
@@ -65,17 +63,18 @@ class AccuracyCurve:
         return asdict(self)
 
 
-def fit_accuracy(backtests: Iterable[Backtest]) -> AccuracyCurve:
-    """Fit the curve to the errors at a horizon of 100 iterations.
+def fit_accuracy(backtests: Iterable[Backtest], horizon_iterations: int) -> AccuracyCurve:
+    """Fit the curve to the errors at one horizon.
 
     The error of a checkpoint at that horizon lies between its backtests. Where the interval is longer, the nearest
     horizon stands for it: its errors are compared with those at like horizons alone. Backtests of neighbouring
-    checkpoints share most of their horizon, so every 100 iterations count as one point, the median of its errors. The
-    slope is Theil's, the median over all pairs of points, with Sen's 95% interval, whose variance is summed over the
-    horizons. A few predictions that failed move neither, and the noise need not be Gaussian.
+    checkpoints share most of their horizon, so a stretch of its length counts as one point, the median of its errors.
+    The slope is Theil's, the median over all pairs of points, with Sen's 95% interval, whose variance is summed over
+    the horizons. A few predictions that failed move neither, and the noise need not be Gaussian.
 
     Args:
         backtests: in any order, with positive and finite errors.
+        horizon_iterations: for which the backtests were made, or the nearest to it.
 
     Raises:
         ValueError: there are too few at like horizons yet.
@@ -83,7 +82,7 @@ def fit_accuracy(backtests: Iterable[Backtest]) -> AccuracyCurve:
     Source: CPSR, Eq. 8 and 9; P. K. Sen, "Estimates of the regression coefficient based on Kendall's tau", JASA 63,
     1968; R. M. Hirsch et al., "Techniques of trend analysis for monthly water quality data", WRR 18(1), 1982.
     """
-    points = _points(backtests)
+    points = _points(backtests, horizon_iterations)
     slopes, variance = [numpy.zeros(0)], 0.0
     for like in numpy.unique(points[:, 2]):
         counts, errors, _ = points[points[:, 2] == like].T
@@ -95,20 +94,20 @@ def fit_accuracy(backtests: Iterable[Backtest]) -> AccuracyCurve:
     ordered = numpy.sort(numpy.concatenate(slopes))
     beyond = round((len(ordered) - NORMAL_95 * math.sqrt(variance)) / 2)
     if beyond < 1:
-        raise ValueError(f"{len(points)} stretches of {HORIZON_ITERATIONS} iterations are too few for an interval yet")
+        raise ValueError(f"{len(points)} stretches of {horizon_iterations} iterations are too few for an interval yet")
     slope, low, high = float(numpy.median(ordered)), float(ordered[beyond - 1]), float(ordered[-beyond])
     tau2 = float(numpy.median(points[:, 1] - slope * points[:, 0]))
     return AccuracyCurve(-slope, -high, -low, tau2, len(points))
 
 
-def _points(backtests: Iterable[Backtest]) -> Array:
+def _points(backtests: Iterable[Backtest], horizon: int) -> Array:
     """One row for each stretch of the newest half: checkpoints, logarithm of the error, and number of its horizon."""
     of_checkpoints: Mapping[int, list[Backtest]] = defaultdict(list)
     for one in backtests:
         of_checkpoints[one.iteration].append(one)
     stretches: Mapping[int, list[tuple[float, float, float]]] = defaultdict(list)
     for iteration, ones in of_checkpoints.items():
-        stretches[iteration // HORIZON_ITERATIONS].append((ones[0].checkpoints, *_at_the_horizon(ones)))
+        stretches[iteration // horizon].append((ones[0].checkpoints, *_at_the_horizon(ones, horizon)))
     ordered = sorted(stretches)
     recent = [place for place in ordered if place >= OLDEST_SHARE * ordered[-1]]
     kept = max(recent, ordered[-POINTS_WANTED:], key=len)
@@ -117,9 +116,9 @@ def _points(backtests: Iterable[Backtest]) -> Array:
     return points
 
 
-def _at_the_horizon(ones: Sequence[Backtest]) -> tuple[float, float]:
-    """Logarithm of a checkpoint's error at 100 iterations, and how far, in logarithms, the nearest horizon is."""
-    known = sorted((math.log(one.horizon_iterations / HORIZON_ITERATIONS), one.mean_square_error) for one in ones)
+def _at_the_horizon(ones: Sequence[Backtest], horizon: int) -> tuple[float, float]:
+    """Logarithm of a checkpoint's error at the horizon, and how far, in logarithms, the nearest horizon is."""
+    known = sorted((math.log(one.horizon_iterations / horizon), one.mean_square_error) for one in ones)
     distances, errors = numpy.array(known).T
     nearest = min(max(0.0, distances[0]), distances[-1])
     return float(numpy.interp(nearest, distances, numpy.log(errors)) - HORIZON_EXPONENT * nearest), float(nearest)

@@ -19,7 +19,7 @@ PHASE_ITERATIONS = 1_000  # the longest that a phase may be: the most phases tha
 PHASES_MAX = 1_000
 ITERATION_SECONDS = 0.6
 BEGAN_UNIX_SECONDS = 1764000000.0
-CURVE = EndCostCurve.with_independent_prior((-40.0, 0.6, 0.05), (20.0, 0.3, 0.1), 15.0)
+CURVE = EndCostCurve(-40.0, 0.6, 0.05, 15.0)
 JOB = PlannerInputs(ITERATION_SECONDS, 0.9, 5.0, 1 / 43200, CURVE)
 
 

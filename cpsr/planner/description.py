@@ -44,9 +44,6 @@ from cpsr.tables import print_table
 
 __all__ = ["FailureSpec", "PlanSpec", "run_plan"]
 
-# A given line is certain: no observation is added, and nothing uses its uncertainty.
-CERTAIN = (1e-6, 1e-6, 1e-6)
-CERTAIN_SCATTER_ITERATIONS = 1.0
 PERCENT = 100.0
 
 
@@ -207,8 +204,7 @@ class PlanSpec(Section):
         if self.recovery.end_cost is None:
             assert phase is not None  # the description was checked for it
             return PaperCurve(phase)
-        mean = tuple(self.recovery.end_cost.model_dump().values())
-        return EndCostCurve.with_independent_prior(mean, CERTAIN, CERTAIN_SCATTER_ITERATIONS, "the job's description")
+        return EndCostCurve(**self.recovery.end_cost.model_dump(), source="the job's description")
 
 
 def run_plan(path: Path, policies: Sequence[str], as_json: bool) -> None:

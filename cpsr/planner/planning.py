@@ -161,7 +161,7 @@ def preview(explanation: Mapping[str, Any], mtbf_hours: float, recovery_mode: Re
             "classes": {scope: FailureClass(**one) for scope, one in recorded["classes"].items()},
             "phase": None if phase is None else PhaseInputs(**phase),
             "memory": None if memory is None else MemoryTier(**memory),
-            "recovery": None if recovery is None else EndCostCurve.of_estimate(**recovery),
+            "recovery": None if recovery is None else EndCostCurve(**recovery),
         }
     )
     names = "interval_min_iterations", "interval_max_iterations", "predictable_interval_iterations"
@@ -236,13 +236,6 @@ def _goes_back(job: PlannerInputs, chosen: Optimum, scope: FailureScope) -> tupl
     return ("window", seconds) if seconds <= recomputed else from_disk
 
 
-def _deviation_iterations(job: PlannerInputs, horizon: float, interval: float) -> float:
-    """Standard deviation of an expected end cost; 0 of other curves than the run's own, where it is not known."""
-    if not isinstance(job.recovery, EndCostCurve):
-        return 0.0
-    return job.recovery.deviation_iterations(horizon, interval)
-
-
 # The explanation: JSON values for the journal, the service and the command line, with units in the keys
 
 
@@ -281,12 +274,7 @@ def _inputs(job: PlannerInputs) -> dict[str, Any]:
     curve = job.recovery
     recovery: dict[str, Any] | None = None if curve is None else {"source": curve.source}
     if isinstance(curve, EndCostCurve):
-        recovery = {
-            "mean": curve.coefficients,
-            "covariance": curve.covariance.tolist(),
-            "scatter_iterations": curve.scatter_iterations,
-            "source": curve.source,
-        }
+        recovery = asdict(curve)
     found: dict[str, Any] = json_ready(asdict(replace(job, recovery=None)) | {"recovery": recovery})
     return found
 
@@ -348,7 +336,8 @@ def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     if chosen.mode == "recompute" or job.recovery is None or not math.isfinite(horizon):
         return exact_price(horizon)
     cost = float(job.recovery.end_cost_iterations(_array(horizon), interval)[0])
-    return predicted_price(cost, _deviation_iterations(job, horizon, interval))
+    deviation = job.recovery.deviation_iterations if isinstance(job.recovery, EndCostCurve) else 0.0  # else unknown
+    return predicted_price(cost, deviation)
 
 
 def _rival(job: PlannerInputs, name: str, rule: Rule) -> dict[str, Any]:

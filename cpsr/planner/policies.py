@@ -94,7 +94,8 @@ def theorem1(inputs: PlannerInputs) -> Choice:
     """`T_c = tau1 / (B + lambda sqrt(A / T_s))`, as printed; a bound where its derivation has no solution.
 
     Its proof assumes that the loss falls (alpha1 > 0), and that the predictor gets better with the checkpoints
-    (tau1 > 0). Until the measurements show both, tau1 beyond chance, the interval stays as it is.
+    (tau1 > 0). Until the measurements show both, tau1 beyond chance, the interval stays as it is. So it does while
+    failures are so frequent that the printed interval would be negative.
 
     Source: CPSR, Theorem 1 (Eq. 16).
     """
@@ -173,7 +174,7 @@ def _held(inputs: PlannerInputs, why: str) -> Choice:
 
 
 def linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
-    """The terms if the linear stationarity condition has a minimum, else the choice without one."""
+    """The terms if the linear stationarity condition has a solution, else the choice without one."""
     terms = paper_terms(inputs)
     if isinstance(terms, Choice):
         return terms
@@ -181,5 +182,6 @@ def linear_terms(inputs: PlannerInputs) -> PaperTerms | Choice:
     if terms.tau1 <= stall_root:
         return Choice(SHORTEST, f"the cost only rises with the interval (tau1 <= lambda sqrt(A T_s)); {SHORTEST_TAKEN}")
     if terms.decay_per_iteration + terms.rate_per_iteration <= 0:
-        return Choice(LONGEST, f"the cost only falls with the interval (B + r <= 0); {LONGEST_TAKEN}")
+        # The form without an end is one for small `lambda P`: it says nothing of long intervals.
+        return _held(inputs, "failures are more frequent than the loss falls (B + r <= 0)")
     return terms

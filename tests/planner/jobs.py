@@ -41,7 +41,7 @@ USUAL = st.floats(1e-4, 1e5)
 
 
 def end_cost(constant: float, per_horizon: float, per_interval: float = 0.0) -> EndCostCurve:
-    return EndCostCurve.with_independent_prior((constant, per_horizon, per_interval), (20.0, 0.3, 0.1), 15.0)
+    return EndCostCurve(constant, per_horizon, per_interval, 20.0)
 
 
 def job(mtbf_hours: float = 12.0, **fields: object) -> PlannerInputs:

@@ -41,9 +41,7 @@ def test_a_description_becomes_inputs(tmp_path: Path) -> None:
     inputs = read(tmp_path, DESCRIPTION).inputs()
     assert (inputs.stall_seconds, inputs.persist_seconds) == (0.8, 4.0)
     assert inputs.failures_per_second == pytest.approx(1 / 43200)
-    assert isinstance(inputs.recovery, EndCostCurve)
-    assert inputs.recovery.coefficients == (-10.0, 0.8, 0.0)
-    assert inputs.recovery.source == "the job's description"
+    assert inputs.recovery == EndCostCurve(-10.0, 0.8, 0.0, source="the job's description")
 
 
 def test_snapshots_in_memory_and_what_failures_leave(tmp_path: Path) -> None:

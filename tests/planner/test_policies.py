@@ -87,6 +87,17 @@ def test_what_does_not_speak_for_another_interval_leaves_the_present_one(
     assert "stays as it is" in choice.note
 
 
+def test_failures_that_outpace_the_loss_leave_the_present_interval() -> None:
+    """Failures every 60 s at a decay of 3e-4: the printed interval would be negative."""
+    often = job(mtbf_hours=1 / 60, interval_iterations=40)
+    terms = paper_terms(often)
+    assert isinstance(terms, PaperTerms)
+    assert terms.decay_per_iteration + terms.rate_per_iteration < 0
+    choice = theorem1(often)
+    assert choice.interval_iterations == 40
+    assert "B + r" in choice.note
+
+
 @given(st.integers(1, 10_000), st.floats(1e-4, 0.5), st.floats(1e-6, 1.0))
 def test_beyond_chance_the_theorem_chooses_whatever_the_present_interval(
     interval: int, tau1: float, share: float

@@ -12,7 +12,7 @@ from cpsr.planner.plan import fixed_plan
 from cpsr.planner.planning import make_plan, preview
 from cpsr.planner.recovery_curve import EndCostCurve
 
-LINE = EndCostCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 10.0, "the offline prior")
+LINE = EndCostCurve(-20.0, 0.5, 0.1, 10.0, "the offline prior")
 PHASE = PhaseInputs(100, 200, 1e-3, 1.0, 0.05, -3.0, 1e-9, 1000)
 LIMITS = Limits(5, 800, 400)
 TIERS: list[dict[str, Any]] = [

@@ -27,7 +27,7 @@ from cpsr.planner.recovery_curve import EndCostCurve
 FLUSH_SECONDS = 20.0
 LIMITS = Limits(10, 500)
 YOUNG = make_plan(PlannerInputs(1.5, 0.5, 3.0, 1 / 43200), LIMITS, policy="young")
-LINE = EndCostCurve.with_independent_prior((-20.0, 0.5, 0.1), (1.0, 0.1, 0.1), 10.0, "the offline prior")
+LINE = EndCostCurve(-20.0, 0.5, 0.1, 10.0, "the offline prior")
 
 
 def measured_inputs(mtbf_seconds: float = 43200.0, stall_seconds: float = 0.5, persist_seconds: float = 3.0) -> Any:

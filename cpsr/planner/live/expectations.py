@@ -5,7 +5,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -18,8 +18,9 @@ from cpsr.fitter.failures import FailureClasses, FailureRate
 from cpsr.fitter.loss_fit import LossFit, fit_loss
 from cpsr.journal import JournalReader, RecoveryRow, ReportedFailure
 from cpsr.planner.plan import Situation
-from cpsr.planner.recovery_curve import CostObservation, EndCostCurve
-from cpsr.predictor.calibration import Expected, table
+from cpsr.planner.recovery_curve import EndCostCurve
+from cpsr.predictor.backtest import HORIZON_ITERATIONS
+from cpsr.predictor.calibration import Expected
 from cpsr.predictor.checkpoint_series import TYPICAL_STRAIGHTNESS
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 from cpsr.predictor.line import LinePredictor
@@ -48,6 +49,9 @@ CURVE_POINTS = 65
 INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
 # Failures at which it is evaluated, as shares of the interval: f is anywhere in it.
 HORIZON_SHARES = (0.25, 0.5, 0.75, 1.0)
+# Kept predictions that a run starts with, so that a first veto is no verdict.
+KEPT_BEFORE = 4
+NONE_YET: Mapping[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Curves:
     Attributes:
         iteration: at the fit.
         failures: how often the job fails, in each class.
-        costs: what the run's own recoveries tell about the end cost, for `lost_share` of the state.
+        outcomes: number of the run's predicted recoveries with each outcome.
         lost_share: mean share of the state that the run's failures have lost; 1 before any.
         predict_seconds: median of the predictions and injections so far; 0 without any.
         loss: of the training; None if it cannot be fitted.
@@ -66,7 +70,7 @@ class Curves:
 
     iteration: int
     failures: FailureClasses
-    costs: tuple[CostObservation, ...] = ()
+    outcomes: Mapping[str, int] = field(default_factory=dict)
     lost_share: float = 1.0
     predict_seconds: float = 0.0
     loss: LossFit | None = None
@@ -106,15 +110,14 @@ def fit_curves(
         JournalError: the journal cannot be read.
     """
     recoveries = reader.recoveries()
-    lost = _lost_share(recoveries)
     predicted = [  # in an exact restart these are 0
         one.predict_seconds + one.inject_seconds for one in recoveries if one.predict_seconds and one.inject_seconds
     ]
     return Curves(
         iteration,
         _failures(reader, config, reported),
-        tuple(_measured_costs(recoveries, lost)),
-        lost,
+        Counter(one.outcome for one in recoveries if "context" in one.settings),  # of an exact restart: none
+        _lost_share(recoveries),
         statistics.median(predicted) if predicted else 0.0,
         _loss(reader, iteration),
         _accuracy(accuracy),
@@ -171,7 +174,7 @@ def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> AccuracyCurve | None:
         if 0.0 < found.get("mean_square_error", 0.0) < math.inf  # other versions have left something else
     ]
     try:
-        return fit_accuracy(backtests)
+        return fit_accuracy(backtests, HORIZON_ITERATIONS)
     except ValueError as error:
         logger.debug("the predictor's accuracy is not known yet: %s", error)
         return None
@@ -181,15 +184,22 @@ def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> AccuracyCurve | None:
 
 
 def expected_costs(
-    situation: Situation, kept: Retention, straightness: float | None = None, lost: float = 1.0
+    situation: Situation,
+    kept: Retention,
+    straightness: float | None = None,
+    lost: float = 1.0,
+    outcomes: Mapping[str, int] = NONE_YET,
 ) -> tuple[EndCostCurve, int] | None:
-    """The line through the end costs that the prior expects, and the longest interval to predict from.
+    """The line through the expected end costs, and the longest interval to predict from.
+
+    What a prediction that was kept has cost shows at the end of the training alone: it counts as expected.
 
     Args:
         situation: progress of the run.
         kept: how much history is kept.
         straightness: of the run's own path; None takes the typical one.
         lost: share of the state that a failure is expected to lose.
+        outcomes: number of the run's own recoveries that were `kept`, `vetoed` and `rolled_back`.
 
     Returns:
         None if nothing can be predicted at any interval yet.
@@ -212,14 +222,15 @@ def expected_costs(
     places = numpy.array(rows)
     costs = numpy.array([one.end_cost_iterations for one in expected])
     coefficients = numpy.linalg.lstsq(numpy.column_stack([numpy.ones(len(places)), places]), costs, rcond=None)[0]
-    # The errors of these costs are fully correlated.
-    deviation = float(numpy.mean([one.deviation_iterations for one in expected]))
-    errors = [deviation, *(deviation / places.mean(axis=0))]
+    deviation = float(numpy.mean([one.deviation_iterations for one in expected]))  # their errors are fully correlated
     path = "a typical path" if straightness is None else f"the run's own path (straightness {straightness:.2f})"
     part = "" if lost == 1.0 else f", {lost:.0%} of the state lost"
-    scatter = lost * table().noise_iterations
-    source = f"the offline prior for {path}{part}"
-    return EndCostCurve.with_independent_prior(coefficients.tolist(), errors, scatter, source), longest
+    ends = [outcomes.get(outcome, 0) for outcome in ("kept", "vetoed", "rolled_back")]
+    own = f"{sum(ends)} recoveries of the run, on " if any(ends) else ""
+    a, b, c = map(float, coefficients)
+    prior = EndCostCurve(a, b, c, deviation, f"{own}the offline prior for {path}{part}")
+    _, vetoed, rolled_back = (count / (sum(ends) + KEPT_BEFORE) for count in ends)
+    return prior.with_refusals(vetoed, rolled_back, WATCH_ITERATIONS), longest
 
 
 def _expected(
@@ -252,26 +263,3 @@ def _share(recovery: RecoveryRow) -> float | None:
     """Share of the state that was lost, as the choice of the state has recorded it."""
     share = recovery.settings.get("lost_share", recovery.guard.get("lost_share"))
     return None if share is None else float(share)
-
-
-def _measured_costs(recoveries: Iterable[RecoveryRow], lost: float) -> Iterator[CostObservation]:
-    """What this run's recoveries tell about the end cost, oldest first.
-
-    A vetoed prediction cost the horizon, since it is recomputed. One that was rolled back also cost the iterations of
-    its watch. One that was kept counts as it was expected: what it cost shows at the end of the training alone.
-
-    Args:
-        recoveries: of the run.
-        lost: share of the state for which expected costs are to hold: they are in proportion to what was lost.
-    """
-    for row in sorted(recoveries, key=lambda one: one.created_unix_seconds):
-        context, failed, newest = row.settings.get("context"), row.failure_iteration, row.checkpoint_iteration
-        if context is None or failed is None or newest is None:
-            continue
-        costs = {
-            "vetoed": float(failed - newest),
-            "rolled_back": float(failed - newest + WATCH_ITERATIONS),
-            "kept": lost / (_share(row) or 1.0) * float(row.settings["expected_end_cost_iterations"]),
-        }
-        if row.outcome in costs:
-            yield CostObservation(float(failed - newest), float(context["interval_iterations"]), costs[row.outcome])

@@ -87,6 +87,7 @@ class JobPlanner:
         self._fitted = False
         self._others: list[RankCosts] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
+        self._saved_choice: int | None = None  # Theorem 1's, in the checkpoint that this life began with
         self._share = 1.0  # ratio of all ranks' mean second moment to this one's, in one checkpoint
         self._proposed: Plan | None = None  # the newest, taken or not
         self._waiting: Plan | None = None  # not taken yet
@@ -160,6 +161,7 @@ class JobPlanner:
             "interval_iterations": plan.interval_iterations,
             "memory_interval_iterations": plan.memory_interval_iterations,
             "mode": plan.mode,
+            "theorem1_interval_iterations": self._theorems_interval(plan),
         }
 
     def load_state_dict(self, state: dict[str, Any], *, replicates: bool) -> None:
@@ -176,6 +178,7 @@ class JobPlanner:
             self.times.restore(state["costs"], replicates=replicates)
             with self._lock:
                 self._phases.load_state_dict(state["phases"])
+            self._saved_choice = state.get("theorem1_interval_iterations")
 
     def close(self) -> None:
         """Stop after the computation under way, and join the thread."""
@@ -290,13 +293,9 @@ class JobPlanner:
     def _end_costs(self, situation: Situation) -> tuple[EndCostCurve | None, int | None]:
         """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
         curves = self._curves
-        expected = expected_costs(situation, Retention(), self._path_straightness, curves.lost_share)
-        if self._config.mode == "exact" or expected is None:
-            return None, None
-        curve, longest = expected
-        for observation in curves.costs:
-            curve = curve.with_observation(observation)
-        return curve, longest
+        straightness, lost = self._path_straightness, curves.lost_share
+        expected = expected_costs(situation, Retention(), straightness, lost, curves.outcomes)
+        return (None, None) if self._config.mode == "exact" or expected is None else expected
 
     def _inputs(self, situation: Situation, own: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
         costs, curves, seconds = of_job([own, *self._others]), self._curves, situation.iteration_seconds
@@ -322,9 +321,8 @@ class JobPlanner:
 
     def _theorems_interval(self, plan: Plan) -> int:
         """What Theorem 1 chose last, before a slow disk or an override changed it; before that the plan's interval."""
-        last = plan.explanation.get("rivals", {}).get("theorem1", {})
-        chosen: int = last.get("interval_iterations", plan.interval_iterations)
-        return min(chosen, self._config.planner.interval_max_iterations)
+        last = plan.explanation.get("rivals", {}).get("theorem1", {}).get("interval_iterations", self._saved_choice)
+        return min(last or plan.interval_iterations, self._config.planner.interval_max_iterations)
 
     def _phase(self, parameters: int) -> PhaseInputs | None:
         """The paper's curves for the phase that has begun, assumed to be as long as the one before."""

@@ -439,6 +439,11 @@ def test_an_override_is_proposed_once_something_is_measured_and_taken_back(
     assert pinned is not None
     assert (pinned.interval_iterations, pinned.origin) == (33, "override")
     assert pinned.explanation["inputs"]["stall_seconds"] == 0.02
+    later = planner_of(configured(tmp_path))
+    later.load_state_dict(planner.state_dict(pinned), replicates=False)
+    chosen = pinned.explanation["rivals"]["theorem1"]["interval_iterations"]
+    assert chosen != 33
+    assert later.state_dict(Plan(33, "cpsr", {}))["theorem1_interval_iterations"] == chosen, "not the override's"
     pin(tmp_path, None)
     after = proposed(planner)
     assert after is not None
