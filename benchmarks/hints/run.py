@@ -2,8 +2,12 @@
 
 Every loop runs undisturbed in each round, with the allowances of the paper (Wong and Zhang, CheckHint: User-assisted
 Static Checkpointing for ML, section 4.1). Then it is killed at a time that the seed gives, and goes on; and once more
-with as many checkpoints at even distances, every so manieth hint. The expected loss of a failure at any time is half
-the sum of the squared times between checkpoints, over the whole time; of even distances by the times of the same run.
+with as many checkpoints at even distances, every so manieth hint. What a failure repeats is the mean over all times at
+which it could come: the time since the newest checkpoint that was written by then. Beside it is the same of as many
+checkpoints at even distances of the same run's time, which nobody knows in advance, and written as fast. How much is
+chance shows a control: the same of every so manieth hint, over that of even distances of time.
+
+Time for checkpoints is that in hints, and the processor time of the thread that writes.
 """
 
 import multiprocessing
@@ -49,22 +53,28 @@ class Turn:
 
     Attributes:
         checkpoints: how many.
-        overhead: time in hints over the function's own.
+        waited: time in hints over the function's own.
+        overhead: the same with the processor time of the thread that wrote.
         own_seconds: of the function.
+        written_seconds: from a checkpoint until it was written; median.
         repeated: expected part of the function that one failure repeats.
-        even: the same of as many checkpoints at even distances.
+        even: the same of as many checkpoints at even distances of time.
+        every: the same of every so manieth hint.
         optimum: the same of the best places of as many, for one who knew all times.
         killed_after: number of the hint that was passed before the kill.
         killed_seconds: what the call after the kill has repeated.
-        killed_even_seconds: the same at even distances.
+        killed_even_seconds: the same where every so manieth hint was a checkpoint.
         same: whether all results have the same bits.
     """
 
     checkpoints: int
+    waited: float
     overhead: float
     own_seconds: float
+    written_seconds: float
     repeated: float
     even: float
+    every: float
     optimum: float
     killed_after: int
     killed_seconds: float
@@ -111,7 +121,18 @@ def main(json_path: Path | None = None, size: Size | None = None, workdir: Path 
         ratios = {cell: median_interval([one.repeated / one.even for one in turns]) for cell, turns in results.items()}
         call.table(
             f"{size.rounds} rounds; medians, and bounds of 95%",
-            ["loop", "allowed", "number", "most time", "repeats", "over even", "over best", "kills repeat", "if even"],
+            [
+                "loop",
+                "allowed",
+                "number",
+                "most time",
+                "repeats",
+                "over even",
+                "control",
+                "over best",
+                "kills",
+                "if even",
+            ],
             [_row(name, allowance, ratios[name, allowance], turns) for (name, allowance), turns in results.items()],
         )
         turns = [(allowance, one) for (_, allowance), each in results.items() for one in each]
@@ -149,6 +170,7 @@ def _row(name: str, allowance: float, ratio: Estimate, turns: Sequence[Turn]) ->
         f"{max(one.overhead for one in turns):.1%}",
         f"{median(lambda one: one.repeated):.1%}",
         interval_text(ratio, separator="\n"),
+        f"{median(lambda one: one.every / one.even):.2f}",
         f"{median(lambda one: one.repeated / one.optimum):.2f}",
         f"{numpy.mean([one.killed_seconds for one in turns]):.2f} s",
         f"{numpy.mean([one.killed_even_seconds for one in turns]):.2f} s",
@@ -161,19 +183,28 @@ def _turn(runs: _Runs, name: str, allowance: float, when: float) -> Turn:
     runs.lives.mkdir()
     whole = _ended(runs, "whole", "whole", name, allowance, 0)
     saved, times = whole.saved[1:] > 0, numpy.cumsum(whole.own_seconds)
-    own, count = float(times[-1]), max(1, int(saved.sum()))
-    even = [is_even(number, len(times), count) for number in range(1, len(times) + 1)]
+    processor = float(whole.processor.sum())
+    own, count = float(times[-1]) - processor, max(1, int(saved.sum()))
+    until_written = (whole.written - whole.after)[1:][saved]
+    usual = float(numpy.median(until_written)) if saved.any() else 0.0
+    even = times[numpy.searchsorted(times, times[-1] * numpy.arange(1, count + 1) / (count + 1))]
+    every = times[[is_even(number, len(times), count) for number in range(1, len(times) + 1)]]
     candidates = times[:: -(-len(times) // 1000)]
-    hint = int(numpy.searchsorted(times, when * own))
+    best = candidates[place(candidates.tolist(), float(times[-1]) - usual, count, 1e3 * own)]
+    hint = int(numpy.searchsorted(times, when * times[-1]))
     killed, repeated = _killed(runs, "killed", name, allowance, 0, hint)
     other, repeated_even = _killed(runs, "even", name, allowance, count, hint)
+    waited = float((whole.after - whole.before)[1:].sum())
     return Turn(
         int(saved.sum()),
-        float((whole.after - whole.before)[1:].sum()) / own,
+        waited / own,
+        (waited + processor) / own,
         own,
-        _repeated(times[saved], own),
-        _repeated(times[even], own),
-        _repeated(candidates[place(candidates.tolist(), own, count, 1e3 * own)], own),
+        usual,
+        _repeated(times[saved], until_written, float(times[-1])),
+        _repeated(even, usual, float(times[-1])),
+        _repeated(every, usual, float(times[-1])),
+        _repeated(best, usual, float(times[-1])),
         hint,
         repeated,
         repeated_even,
@@ -181,10 +212,14 @@ def _turn(runs: _Runs, name: str, allowance: float, when: float) -> Turn:
     )
 
 
-def _repeated(checkpoints: NDArray[numpy.float64], seconds: float) -> float:
-    """Expected part of a function that a failure at any time repeats."""
-    blocks = numpy.diff([0.0, *checkpoints, seconds]) / seconds
-    return float((blocks**2).sum() / 2)
+def _repeated(
+    checkpoints: NDArray[numpy.float64], until_written: NDArray[numpy.float64] | float, seconds: float
+) -> float:
+    """Expected part of a function that a failure at any time repeats, since the newest checkpoint that is written."""
+    ends = numpy.minimum([*(checkpoints + until_written), seconds], seconds)
+    begins = numpy.array([0.0, *checkpoints])
+    from_there = numpy.array([0.0, *ends[:-1]])
+    return float((((ends - begins) ** 2 - (from_there - begins) ** 2) / 2).sum() / seconds**2)
 
 
 def _killed(runs: _Runs, run_dir: str, name: str, allowance: float, evenly: int, hint: int) -> tuple[Life, float]:

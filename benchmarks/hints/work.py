@@ -6,6 +6,7 @@ import math
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
@@ -19,7 +20,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 
 from cpsr.hints import hint, resumable
-from cpsr.hints.resumable_checkpoints import KeptCheckpoints
+from cpsr.hints.resumable_checkpoints import KeptCheckpoints, Written
 
 __all__ = ["LOOPS", "Life", "Shape", "run"]
 
@@ -62,17 +63,19 @@ class Life:
         before: seconds of the clock at each hint; 0: not reached.
         after: where the function went on behind it; number 0: where it began.
         saved: whether it was a checkpoint.
+        written: when that was written; 0: never.
+        processor: its seconds of the processor, of the thread that wrote it.
     """
 
     def __init__(self, path: str) -> None:
-        table: NDArray[Any] = numpy.memmap(path, numpy.float64, "r+").reshape(3, -1)
-        self.before, self.after, self.saved = table
+        table: NDArray[Any] = numpy.memmap(path, numpy.float64, "r+").reshape(5, -1)
+        self.before, self.after, self.saved, self.written, self.processor = table
         self.path, self._hint = Path(path), 0
 
     @staticmethod
     def new(path: Path, hints: int) -> "Life":
         """That of a process to come."""
-        numpy.zeros((3, hints + 1)).tofile(path)
+        numpy.zeros((5, hints + 1)).tofile(path)
         return Life(str(path))
 
     def digest(self) -> str:
@@ -83,10 +86,16 @@ class Life:
         """A hint comes."""
         self._hint, self.before[number] = number, perf_counter()
 
-    def save(self, save: Callable[..., None], *content: Any) -> None:
+    def save(self, save: "Callable[..., Future[Written]]", *content: Any) -> "Future[Written]":
         """Keep a checkpoint at this hint."""
-        save(*content)
-        self.saved[self._hint] = 1
+        number, writing = self._hint, save(*content)
+        self.saved[number] = 1
+
+        def note(done: "Future[Written]") -> None:
+            self.written[number], self.processor[number] = perf_counter(), done.result().processor_seconds
+
+        writing.add_done_callback(note)
+        return writing
 
     @property
     def own_seconds(self) -> NDArray[Any]:

@@ -2,6 +2,7 @@
 
 import builtins
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from itertools import chain
 from time import perf_counter
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from cpsr.errors import NotResumableError
 from cpsr.hints.loaders import Pass
 from cpsr.hints.placement import Pace
+from cpsr.hints.resumable_checkpoints import Written
 from cpsr.hints.source import FunctionSource
 from cpsr.hints.values import Arguments, Encoder, restored
 from cpsr.state.codec import encode
@@ -57,7 +59,7 @@ class Call:
     Args:
         source: of the function.
         arguments: of the call.
-        save: keeps one more checkpoint.
+        save: copies one more checkpoint and begins to write it; returns what will say that it is written.
         pace: which hints are checkpoints.
         saved: content of the checkpoint to go on from; None: from the begin.
 
@@ -71,7 +73,7 @@ class Call:
         self,
         source: FunctionSource,
         arguments: Arguments,
-        save: Callable[[Any], object],
+        save: Callable[[Any], Future[Written]],
         pace: Pace,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
@@ -80,6 +82,7 @@ class Call:
         self._checked: set[int] = set()
         self._loops: dict[int, Loop | Pass] = {}
         self._wanted = False
+        self._writing: Future[Written] | None = None
         self._variables: dict[str, Any] = {}
         self.target = 0 if saved is None else int(saved["hint"])
         if saved is not None:
@@ -108,8 +111,8 @@ class Call:
         if not isinstance(source, _SEQUENCES) and (loader is None or any(one is source for one in outer)):
             raise NotResumableError(
                 f"{self._place(self._source.loops[number - 1])}: the loop over a {type(source).__qualname__} cannot "
-                "begin in the middle; nothing was saved. Make a list of it, as with list(enumerate(...)); or go over "
-                "an argument that is a DataLoader of torch or torchdata, and that no loop around this one goes over"
+                "begin in the middle; nothing was saved. Make a list of it, as with list(enumerate(...)). A DataLoader "
+                "of torch or torchdata must be an argument, and no outer loop may go over the same one"
             )
         self._loops[number] = self._loop(source)
 
@@ -125,8 +128,13 @@ class Call:
         return chain((None,), iter(loop))
 
     def due(self, hint: int) -> bool:
-        """Whether `save` is to be called at this hint."""
+        """Whether `save` is to be called at this hint.
+
+        Raises:
+            SupersededError: a newer call has begun in the run directory.
+        """
         now = perf_counter()
+        self._settle(wait=False)
         around = ((number, self._loops[number]) for number in self._source.loops_around[hint])
         loops = [(number, loop.position, loop.length) for number, loop in around]
         if self.target:
@@ -138,7 +146,7 @@ class Call:
             self._pace.begin(loops)
             return False
         self._wanted = self._pace.due(loops, now)
-        return self._wanted or hint not in self._checked
+        return self._wanted or (hint not in self._checked and self._pace.may_look())
 
     def save(self, hint: int, variables: dict[str, Any]) -> None:
         """Make a checkpoint; at the first arrival at a hint at least find out whether it is possible.
@@ -161,11 +169,18 @@ class Call:
             variables.clear()  # Python keeps it with the function, and everything in it
         self._checked.add(hint)
         if self._wanted:
-            self._save(content)
-            self._pace.took(perf_counter() - started)
+            self._writing = self._save(content)
+            self._pace.copied(perf_counter() - started)
+            self._settle(wait=self._pace.is_unlimited)
         else:
             _, tensors = encode(content)
             self._pace.looked(perf_counter() - started, sum(one.nbytes for one in tensors.values()))
+
+    def _settle(self, *, wait: bool) -> None:
+        """Take note of what the newest checkpoint took to write, if it is written; or wait for it."""
+        if self._writing is not None and (wait or self._writing.done()):
+            self._pace.written(*self._writing.result())
+            self._writing = None
 
     def _content(self, hint: int, variables: Mapping[str, Any]) -> dict[str, Any]:
         encoder = Encoder(self._arguments)

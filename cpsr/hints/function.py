@@ -79,16 +79,16 @@ class Resumable(Generic[Parameters, Result]):
     def _call(self, bound: inspect.BoundArguments) -> Result:
         name = f"{self._source.function.__module__}.{self._source.function.__qualname__}"
         arguments = Arguments(bound.arguments)
-        kept = KeptCheckpoints(self._run_dir, name, _identity(name, self._source, arguments))
-        self.resumed_from, saved = kept.newest() or (None, None)
-        pace = Pace(self._allowance, kept.first_seconds)
-        call = Call(self._source, arguments, kept.save, pace, saved)
-        if saved is not None:
-            line = self._source.hints[call.target - 1].lineno
-            _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, self.resumed_from, line)
-        result: Result = self._function(call, *bound.args, **bound.kwargs)
-        kept.clear()
-        return result
+        with KeptCheckpoints(self._run_dir, name, _identity(name, self._source, arguments)) as kept:
+            self.resumed_from, saved = kept.newest() or (None, None)
+            pace = Pace(self._allowance, kept.first_seconds)
+            call = Call(self._source, arguments, kept.save, pace, saved)
+            if saved is not None:
+                line = self._source.hints[call.target - 1].lineno
+                _log.info("%s goes on from checkpoint %d, at the hint in line %d", name, self.resumed_from, line)
+            result: Result = self._function(call, *bound.args, **bound.kwargs)
+            kept.clear()
+            return result
 
 
 def resumable(

@@ -1,14 +1,14 @@
 """Which hints become checkpoints, while the function runs.
 
-In loops of known length the optimum of the paper chooses among the hints to come, by the times measured so far: until
-the outermost loop ends, so many checkpoints as the allowance has, where the expected time to repeat work is least.
-After each checkpoint it places again, and where the function comes to its hints otherwise than expected. Of many
-checkpoints it places the next eight, in their share of the time; its own time counts as that of checkpoints.
+Checkpoints earn their cost first: one is taken if it and all before are within the allowed fraction of the function's
+time so far. So the allowance holds wherever the function ends. The cost is the time that the function waits, and the
+processor time of the thread that writes: this may have kept the function from the interpreter. Asking at the hints is
+part of it. The next one is planned at the median of the last few, and taken if the allowance holds the dearest of them.
 
-A checkpoint that is placed is taken if all will be within the allowed fraction of the function's own time when the loop
-ends, and those before it exceed that of the time so far by no more than the longest of them. Where the length is not
-known, as in `while` loops, a hint is a checkpoint as soon as all so far and it are within the allowance. A disk's time
-varies: the next one may take as long as the longest of the last few, or twice their median if that is less.
+In loops of known length the optimum of the paper chooses among the hints to come, by the times measured so far: until
+the outermost loop ends, so many checkpoints as can be earned, each when it can be, where the expected time to repeat
+work is least. It places again after each, and where the function comes to its hints otherwise than expected; always
+the next few, in their share of the time. Where the length is not known, a hint is a checkpoint as soon as it is earned.
 
 Source: Wong and Zhang, CheckHint: User-assisted Static Checkpointing for ML. Its recurrence (section 2.2) places l
 checkpoints among n hints, so that the expected time to repeat work after failures is least; loops are unrolled.
@@ -39,8 +39,9 @@ from cpsr.hints.repetitions import Repetitions, seconds_ahead
 __all__ = ["LoopPosition", "Pace", "place"]
 
 _RECENT = 16  # costs of checkpoints that count
-_BYTES_PER_SECOND = 300e6  # until a checkpoint was measured: hashed, written, and read back
-_WINDOW = 8  # checkpoints that are placed together
+_SPREAD = 1.5  # times their median, which the next one may take
+_BYTES_PER_SECOND = 1e9  # of a processor, until a checkpoint was measured: hashed, written, read back and hashed again
+_WINDOW = 6  # checkpoints that are placed together
 _CANDIDATES = 20  # for each of them; of more hints, every so manieth
 _OFF = 0.25  # of the time between two checkpoints, that the function may come otherwise than expected
 _AGAIN = 1.25  # times the function's own seconds, before it is asked again whether hints can be placed
@@ -50,7 +51,13 @@ _EXPONENT_MAX = 600.0  # of e, in a float; a block this long never ends
 LoopPosition = tuple[int, int, int | None]  # number of a loop, repetitions that have begun, and how many there are
 
 
-def place(at_seconds: Sequence[float], end_seconds: float, checkpoints_max: int, mtbf_seconds: float) -> list[int]:
+def place(
+    at_seconds: Sequence[float],
+    end_seconds: float,
+    checkpoints_max: int,
+    mtbf_seconds: float,
+    earliest_seconds: Sequence[float] | None = None,
+) -> list[int]:
     """The hints that should be checkpoints, where the expected recovery time is least (CheckHint).
 
     A thousand hints take some milliseconds for each checkpoint.
@@ -61,22 +68,27 @@ def place(at_seconds: Sequence[float], end_seconds: float, checkpoints_max: int,
         checkpoints_max: so many are taken, as far as there are hints. The paper takes `ceil(o * sum t / t_c)` for an
             allowance of o and checkpoints of t_c seconds.
         mtbf_seconds: mean time between failures.
+        earliest_seconds: before which the first checkpoint, the second one, and so on cannot be taken; None: no limits.
 
     Returns:
         Their places in `at_seconds`, ascending.
     """
     hints = [at for at in at_seconds if at < end_seconds]
-    if len(hints) <= checkpoints_max:
+    if earliest_seconds is None and len(hints) <= checkpoints_max:
         return list(range(len(hints)))
-    costs = _block_costs(np.array([0.0, *hints, end_seconds]), 1 / mtbf_seconds)
-    least = costs[0]  # until each hint, and until the end, with so many checkpoints before
+    times = np.array([0.0, *hints, end_seconds])
+    costs = _block_costs(times, 1 / mtbf_seconds)
+    least, ends = costs[0], [costs[0, -1]]  # until each hint, and until the end, with so many checkpoints before
     before = []  # the last of these
-    for _ in range(checkpoints_max):
+    for number in range(min(checkpoints_max, len(hints))):
+        if earliest_seconds is not None:
+            least = np.where(times < earliest_seconds[number], np.inf, least)
         totals = least[:, None] + costs
         before.append(totals.argmin(axis=0))
         least = totals.min(axis=0)
+        ends.append(least[-1])
     chosen, at = [], len(hints) + 1
-    for last in reversed(before):
+    for last in reversed(before[: int(np.argmin(ends))]):
         at = int(last[at])
         chosen.append(at - 1)
     return chosen[::-1]
@@ -97,25 +109,26 @@ class _Plan:
         loop: the outermost loop.
         begun: its repetitions until then.
         at_seconds: the function's own seconds at each arrival, from that of the placement on.
-        end_seconds: the same where the loop ends.
         chosen: which arrivals are checkpoints.
         between_seconds: mean distance of two checkpoints.
         passed: number of the newest arrival.
+        is_due: a chosen arrival has come.
     """
 
     loop: int
     begun: int
     at_seconds: NDArray[np.float64]
-    end_seconds: float
     chosen: set[int]
     between_seconds: float
     passed: int = 0
+    is_due: bool = False
 
     def follows(self, loops: Sequence[LoopPosition]) -> bool:
         """Whether one more arrival is one of these: the loop has not begun again."""
         self.passed += 1
         if not loops or self.passed >= len(self.at_seconds):
             return False
+        self.is_due |= self.passed in self.chosen
         return loops[0][0] == self.loop and loops[0][1] >= self.begun
 
 
@@ -124,7 +137,7 @@ class Pace:
 
     Args:
         allowance: time for checkpoints as a fraction of the function's own; infinite: every hint is one.
-        first_seconds: what the first checkpoint may take, without the bytes in it.
+        first_seconds: what the first checkpoint may take, without the look at a hint and the bytes in it.
         clock: in seconds.
 
     Attributes:
@@ -134,28 +147,30 @@ class Pace:
     def __init__(self, allowance: float, first_seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
         self._allowance, self._first, self._clock = allowance, first_seconds, clock
         self._costs: deque[float] = deque(maxlen=_RECENT)
-        self._is_measured = False
-        self._worst = 0.0  # of all costs
+        self._estimate: float | None = None  # of the first cost, after a look at a hint
+        self._writes: deque[float] = deque([0.0], _RECENT)  # seconds until each was written
+        self._copying: float | None = None  # seconds that the function waited for the one that is being written
         self.begin()
 
     def begin(self, loops: Sequence[LoopPosition] = ()) -> None:
         """The function begins now, or goes on inside these loops."""
         self._began = self._mark = self._clock()
-        self.spent_seconds = self._asking_seconds = self._saved_at = self._ask_at = 0.0
+        self.spent_seconds = self._saved_at = self._ask_at = 0.0
         self._plan: _Plan | None = None
         self._loops = {number: Repetitions(begun, is_whole=False) for number, begun, _ in loops}
 
+    @property
+    def is_unlimited(self) -> bool:
+        """Whether every hint is a checkpoint."""
+        return math.isinf(self._allowance)
+
     def recent_seconds(self) -> list[float]:
         """The last measured costs of checkpoints, for a call that goes on."""
-        return list(self._costs) if self._is_measured else []
+        return list(self._costs)
 
     def learn(self, costs_seconds: Sequence[float]) -> None:
-        """Take measured costs of checkpoints, which replace an estimate."""
-        if costs_seconds and not self._is_measured:
-            self._costs.clear()
-            self._is_measured = True
+        """Take measured costs of checkpoints."""
         self._costs.extend(costs_seconds)
-        self._worst = max([self._worst, *costs_seconds])
 
     def own_seconds(self) -> float:
         """The function's own time, without checkpoints."""
@@ -169,69 +184,74 @@ class Pace:
             now: when it has arrived, by the clock; None: now.
         """
         now = self._clock() if now is None else now
-        if math.isinf(self._allowance):
+        if self.is_unlimited:
             return True
         for number, begun, _ in loops:
             self._loops.setdefault(number, Repetitions(begun)).arrive(begun, now - self._mark)
-        if not self._costs:
-            self._mark = now
-            return False
-        before, plan = self._plan, self._followed(loops, now - self._began - self.spent_seconds)
+        is_wanted = self._copying is None and self._is_known() and self._wants(loops, now)
         self._mark = self._clock()
         self.spent_seconds += self._mark - now
-        if self._plan is before:  # else it was placed, which comes with a checkpoint and not with a hint
-            self._asking_seconds += self._mark - now
-        own = self.own_seconds()
-        if plan is None:
-            return self.spent_seconds + self._longest() <= self._allowance * own
-        if plan.passed not in plan.chosen:
-            return False
-        if own < self._earliest() or self._left(own, plan.end_seconds) < self._longest():
-            self._plan, self._ask_at = None, 0.0
-            return False
-        return True
+        return is_wanted and self._is_earned(self._mark)
+
+    def may_look(self) -> bool:
+        """Whether a hint may be looked at for the first time: the first one may, others where that is earned."""
+        return not self._is_known() or self._is_earned(self._mark)
 
     def looked(self, seconds: float, size_bytes: int) -> None:
         """The first look at a hint has taken so long; a checkpoint there would have so many bytes."""
         self.spent_seconds += seconds
         self._mark = self._clock()
-        if not self._is_measured:
-            self._worst = self._first + seconds + size_bytes / _BYTES_PER_SECOND
-            self._costs.append(self._worst)
+        if not self._is_known():
+            self._estimate = self._first + seconds + size_bytes / _BYTES_PER_SECOND
 
-    def took(self, seconds: float) -> None:
-        """A checkpoint has taken so long."""
+    def copied(self, seconds: float) -> None:
+        """The function has waited so long for a checkpoint, which is now being written."""
         self.spent_seconds += seconds
+        self._copying = seconds
         self._mark = self._clock()
-        self.learn([seconds])
         self._saved_at, self._ask_at, self._plan = self.own_seconds(), 0.0, None
 
-    def _longest(self) -> float:
-        """Seconds that the next checkpoint may take; once in a while a disk takes still longer."""
-        return min(max(self._costs), 2 * self._usual())
+    def written(self, processor_seconds: float, seconds: float) -> None:
+        """It is written, which has taken so long."""
+        self.spent_seconds += processor_seconds
+        self.learn([(self._copying or 0.0) + processor_seconds])
+        self._writes.append(seconds)
+        self._copying = None
 
-    def _earliest(self) -> float:
-        """The function's own seconds before which one more would exceed the allowance so far by more than one."""
-        return (self.spent_seconds + self._usual() - self._worst) / self._allowance
+    def _is_known(self) -> bool:
+        """Whether there is a cost, measured or estimated."""
+        return bool(self._costs) or self._estimate is not None
 
-    def _usual(self) -> float:
-        return max(statistics.median(self._costs), 1e-9)
+    def _is_earned(self, now: float) -> bool:
+        """Whether one more is within the allowance of the time until now."""
+        own = now - self._began - self.spent_seconds
+        return self.spent_seconds + self._dearest() <= self._allowance * own
 
-    def _left(self, own: float, end_seconds: float) -> float:
-        """Seconds left for checkpoints until the function's own time is that, without asking at the other hints."""
-        asking = self._asking_seconds / own * (end_seconds - own) if own else 0.0
-        return self._allowance * end_seconds - self.spent_seconds - asking
+    def _dearest(self) -> float:
+        """Seconds that the next checkpoint may cost; one of many takes still longer, and later ones have to earn it."""
+        estimate = [] if self._estimate is None else [self._estimate]
+        return min(max(self._costs or estimate), _SPREAD * statistics.median([*self._costs, *estimate]))
 
-    def _followed(self, loops: Sequence[LoopPosition], own: float) -> _Plan | None:
-        """The placement that holds at this arrival; None: there is none."""
-        plan = self._plan
+    def _wants(self, loops: Sequence[LoopPosition], now: float) -> bool:
+        """Whether this arrival is placed, or one before that was not earned; where none can be placed, each is."""
+        own, plan = now - self._began - self.spent_seconds, self._plan
         if plan is not None and not plan.follows(loops):
             plan, self._plan, self._ask_at = None, None, 0.0
+        elif plan is not None and plan.is_due and plan.passed not in plan.chosen:
+            return True
         off = plan is None or abs(own - plan.at_seconds.item(plan.passed)) > _OFF * plan.between_seconds
-        if off and loops and (own >= self._ask_at or (plan is not None and plan.passed in plan.chosen)):
+        if off and loops and (own >= self._ask_at or (plan is not None and plan.is_due)):
             plan = self._plan = self._placed(loops, own)
             self._ask_at = own + _OFF * plan.between_seconds if plan and plan.chosen else _AGAIN * own
-        return plan
+        return plan is None or plan.is_due
+
+    def _earliest(self, end: float, hints: int) -> list[float]:
+        """The function's own seconds before which the next checkpoint until then, and those after, are not earned."""
+        usual = max(statistics.median(self._costs or [self._dearest()]), 1e-9)
+        first = (self.spent_seconds + self._dearest()) / self._allowance
+        between = max(usual / self._allowance, statistics.median(self._writes))
+        count = min(hints, math.ceil(max(0.0, end - first) / between))
+        return [first + between * number for number in range(count)]
 
     def _placed(self, loops: Sequence[LoopPosition], own: float) -> _Plan | None:
         """Choose among this hint and those to come; None: they are not known."""
@@ -240,16 +260,17 @@ class Pace:
             return None
         at = own + np.cumsum([0.0, *ahead])
         end = float(at[-1])
-        left = self._left(own, end) - (self._longest() - self._usual())
-        count = min(max(0, math.floor(left / self._usual())), len(at))
-        between = (end - self._saved_at) / (count + 1)
-        until = end
-        if count > _WINDOW:
-            count = _WINDOW
-            at = at[at <= max(own, self._saved_at + (count + 1) * between)]
-            until = float(at[-1]) if len(at) > 1 else own + between  # which is late
-        nth = -(-len(at) // (_CANDIDATES * (count + 1)))
-        since = at - self._saved_at
-        early = int((at[::nth] < self._earliest()).sum())
-        chosen = place(since[::nth].tolist()[early:], until - self._saved_at, count, _RARE * end)
-        return _Plan(loops[0][0], loops[0][1], at, end, {nth * (early + one) for one in chosen}, between)
+        until = end - statistics.median(self._writes)  # one that is not written before the end is of no use
+        earliest = self._earliest(until, len(at))
+        between = (end - self._saved_at) / (len(earliest) + 1)
+        if len(earliest) > _WINDOW:
+            earliest = earliest[:_WINDOW]
+            at = at[at <= max(own, self._saved_at + (_WINDOW + 1) * between)]
+            end = until = float(at[-1]) if len(at) > 1 else own + between  # which is late
+        nth = -(-len(at) // (_CANDIDATES * (len(earliest) + 1)))
+        since = at[at < until][::nth] - self._saved_at
+        limits = [one - self._saved_at for one in earliest]
+        chosen = place(since.tolist(), end - self._saved_at, len(earliest), _RARE * end, limits)
+        plan = _Plan(loops[0][0], loops[0][1], at, {nth * one for one in chosen}, between)
+        plan.is_due = 0 in plan.chosen
+        return plan

@@ -1,36 +1,54 @@
-"""The checkpoints of a resumable function, in a run directory as of a training, of one rank without operators."""
+"""The checkpoints of a resumable function, in a run directory as of a training, of one rank without operators.
+
+What a checkpoint holds is copied while the function waits. A thread writes it while the function goes on; at most one
+is under way, and the ones before it stay until it is committed.
+"""
 
 import hashlib
-import json
 import logging
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
 
 from cpsr.checkpoint.catalogue import remove_unlisted, scan
 from cpsr.checkpoint.commit import SupersededError
-from cpsr.checkpoint.files import make_directory, remove_tree, write_bytes
+from cpsr.checkpoint.files import make_directory, remove_tree
 from cpsr.checkpoint.host_snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointCorruptError, CheckpointError, RunDirectoryError, RunMismatchError
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
+from cpsr.state.codec import SCALARS, encode
 from cpsr.state.shard import Shard
 
-__all__ = ["KeptCheckpoints"]
+__all__ = ["KeptCheckpoints", "Written"]
 
-_NAME = "resumable.json"
 _KEPT = 2  # the newest, and the one before for where that is damaged
-_WRITES = 6  # a checkpoint forces some 12 names and files to the disk, a small file 2
-_TRIALS = 3  # the quickest of them: a disk that others use too can take ten times as long now and then
+_OPENINGS = 5  # a checkpoint takes so many times the processor that opening its directory does
 _COMMIT_SECONDS = 60.0  # this process is the only rank, so that nothing is waited for
 
 _log = logging.getLogger(__name__)
 
 
+class Written(NamedTuple):
+    """What it took to write a checkpoint.
+
+    Attributes:
+        processor_seconds: of the thread, which may have kept the function from the interpreter for so long.
+        seconds: until it was committed, and older ones removed.
+    """
+
+    processor_seconds: float
+    seconds: float
+
+
 class KeptCheckpoints:
-    """Opens a run directory for one call, which is then the only one that writes there.
+    """Opens a run directory for one call, which is then the only one that writes there; `with` waits for the writer.
 
     Args:
         run_dir: the directory; made if it is not there.
@@ -38,7 +56,7 @@ class KeptCheckpoints:
         identity: what must be the same for a call to go on from a checkpoint; keys are words of a message.
 
     Attributes:
-        first_seconds: what the first checkpoint may take, from the time for a small file.
+        first_seconds: processor time that the first checkpoint may take, without its bytes.
 
     Raises:
         RunMismatchError: it is of another function, of a training, or of another call; nothing was changed.
@@ -48,29 +66,30 @@ class KeptCheckpoints:
 
     def __init__(self, run_dir: Path, name: str, identity: Mapping[str, Any]) -> None:
         self._identity = dict(identity)
+        began = time.thread_time()
         try:
             # Before another call, which may still run, is told that this one has begun.
             self._require_same_call(run_dir)
             make_directory(run_dir)
-            life = newest_claim(run_dir) + 1
-            claims = HeartbeatFiles(run_dir, life)
-            claims.claim()
-            claims.remove_earlier()
-            self.first_seconds = _WRITES * min(_seconds_to_write(run_dir / _NAME, name) for _ in range(_TRIALS))
+            life = _claimed(run_dir, name)
             run_id = hashlib.sha256(name.encode()).hexdigest()[:32]
             self._store = CheckpointStore(run_dir, 0, 1, run_id, life)
             self._store.prepare()
-        except FileExistsError as error:
-            raise RunDirectoryError(
-                f"another call of {name} has begun in {run_dir} at the same time, and goes on; this one has changed "
-                "nothing. Give each its own run_dir"
-            ) from error
         except OSError as error:
             raise RunDirectoryError(
                 f"the run directory {run_dir} of {name} cannot be used ({error}); no checkpoint in it was changed. "
-                "Make it writeable, or use another run_dir"
+                "Make it a directory that can be written, or use another run_dir"
             ) from error
+        self.first_seconds = _OPENINGS * (time.thread_time() - began)
         self._next = 1
+        self._thread = ThreadPoolExecutor(1, "cpsr-resumable")
+        self._writing: Future[Written] | None = None
+
+    def __enter__(self) -> "KeptCheckpoints":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._thread.shutdown()
 
     def _require_same_call(self, run_dir: Path) -> None:
         """Compare the call with that of the newest checkpoint that can be read; all of a directory are of one."""
@@ -112,19 +131,31 @@ class KeptCheckpoints:
             _log.error("no checkpoint of %s is whole; the function begins anew", self._store.directory)
         return None
 
-    def save(self, content: Mapping[str, Any]) -> None:
-        """Commit one more checkpoint; where that fails a line says so, and the earlier ones stay.
+    def save(self, content: Mapping[str, Any]) -> "Future[Written]":
+        """Copy one more checkpoint, once the one before is written, and begin to write it.
+
+        Where that fails a line says so, and the earlier ones stay.
 
         Args:
             content: plain data and arrays, for the codec.
 
+        Returns:
+            What it took. Raises SupersededError: a newer call has begun in this directory.
+
         Raises:
-            SupersededError: a newer call has begun in this directory.
+            SupersededError: the same, before this one was begun.
         """
-        number = self._next
+        if self._writing is not None:
+            self._writing.result()
+        encoded = encode({**content, "identity": self._identity}, prefix=SCALARS)
+        self._writing = self._thread.submit(self._write, self._next, encoded)
         self._next += 1
+        return self._writing
+
+    def _write(self, number: int, encoded: tuple[Any, dict[str, torch.Tensor]]) -> Written:
+        began, processor = time.perf_counter(), time.thread_time()
         try:
-            self._store.write(Snapshot(number, Shard({}), {**content, "identity": self._identity}))
+            self._store.write(Snapshot(number, Shard({}), encoded=encoded))
             result = self._store.commit(number, _COMMIT_SECONDS, threading.Event())
             if result.committed:
                 self._remove(_KEPT)
@@ -134,9 +165,11 @@ class KeptCheckpoints:
             raise
         except (OSError, CheckpointError) as error:
             _log.warning("checkpoint %d failed (%s); the ones before it stay, and the function goes on", number, error)
+        return Written(time.thread_time() - processor, time.perf_counter() - began)
 
     def clear(self) -> None:
         """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
+        self._thread.shutdown()
         try:
             self._store.refuse_superseded()
             for aside in scan(self._store.directory).asides:
@@ -157,7 +190,18 @@ class KeptCheckpoints:
         remove_unlisted(self._store.directory)
 
 
-def _seconds_to_write(path: Path, name: str) -> float:
-    started = time.perf_counter()
-    write_bytes(path, json.dumps({"function": name}).encode())
-    return time.perf_counter() - started
+def _claimed(run_dir: Path, name: str) -> int:
+    """Number of the life that this call begins, and no other one."""
+    life = newest_claim(run_dir) + 1
+    claims = HeartbeatFiles(run_dir, life)
+    try:
+        claims.claim()
+    except FileExistsError as error:
+        if newest_claim(run_dir) < life:
+            raise  # something else has the name of a directory
+        raise RunDirectoryError(
+            f"another call of {name} has begun in {run_dir} at the same time, and goes on; this one has changed "
+            "nothing. Give each its own run_dir"
+        ) from error
+    claims.remove_earlier()
+    return life

@@ -7,6 +7,7 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 from cpsr.errors import NotResumableError
 from cpsr.hints.call import Call
 from cpsr.hints.placement import Pace
+from cpsr.hints.resumable_checkpoints import Written
 from cpsr.hints.rewriting import rewritten
 from cpsr.hints.source import read_source
 from cpsr.hints.values import Arguments
@@ -70,7 +72,7 @@ class InMemory:
         self.kill_after, self.count = kill_after, 0
         self.text, self.tensors = "", {}  # type: ignore[var-annotated]
 
-    def save(self, content: Any) -> None:
+    def save(self, content: Any) -> "Future[Written]":
         if self.killed:  # a `finally` has put another exception, or a return, in the place of the kill
             raise Killed
         data, self.tensors = encode(content)
@@ -78,6 +80,9 @@ class InMemory:
         self.count += 1
         if self.killed:
             raise Killed
+        done: Future[Written] = Future()
+        done.set_result(Written(0.0, 0.0))
+        return done
 
     @property
     def killed(self) -> bool:

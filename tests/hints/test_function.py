@@ -24,7 +24,7 @@ COUNTING = """
 import math, random, sys, time
 from cpsr.hints import hint, resumable
 
-@resumable(sys.argv[1], allowance=math.inf)
+@resumable(sys.argv[1], allowance=float(sys.argv[3]))
 def count(n):
     total = 0
     for i in range(n):
@@ -38,8 +38,8 @@ print("result", count(30), flush=True)
 """
 
 
-def started(path: Path, run_dir: Path, pause: float = 0.0) -> "subprocess.Popen[str]":
-    command = [sys.executable, str(path), str(run_dir), str(pause)]
+def started(path: Path, run_dir: Path, pause: float = 0.0, allowance: float = math.inf) -> "subprocess.Popen[str]":
+    command = [sys.executable, str(path), str(run_dir), str(pause), str(allowance)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -175,12 +175,13 @@ def test_a_directory_of_a_training_is_refused(made: Made, tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.json"]
 
 
-def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:
+@pytest.mark.parametrize("allowance", [math.inf, 1e9])
+def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path, allowance: float) -> None:
     """A job that was taken for dead goes on beside the one that took its place."""
     path = tmp_path / "old.py"
     module = made()
     path.write_text(COUNTING)
-    old = started(path, tmp_path / "shared", 2.0)
+    old = started(path, tmp_path / "shared", 2.0, allowance)
     assert old.stdout is not None
     assert old.stdout.readline().startswith("hint")
     new = started(path, tmp_path / "shared")
@@ -189,6 +190,56 @@ def test_a_newer_call_ends_the_older_one(made: Made, tmp_path: Path) -> None:
     assert old.returncode == 1
     assert "result" not in output
     assert module.f(2, []) == 3
+
+
+# Each life is killed some steps later than the one before; mostly while a checkpoint is written.
+KILLED_AGAIN = """
+import os, random, signal, sys, time
+from pathlib import Path
+import torch
+from cpsr.hints import hint, resumable
+
+def tick(step):
+    if step >= int(os.environ["KILL_AT"]):
+        while not any(Path(sys.argv[1]).glob("checkpoints/step-*/COMMIT")):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+@resumable(sys.argv[1], allowance=1e9)
+def count(table, seen):
+    for i in range(200):
+        table[i % 50] += random.random() + torch.rand(())
+        table.mul_(1.0001)
+        seen.append(float(table.sum()))
+        hint()
+        time.sleep(0.001)
+        tick(i)
+    return seen
+
+def begin():
+    random.seed(1)
+    torch.manual_seed(1)
+    return torch.zeros(20_000), []
+
+for kill_at in (20, 35, 80, 120, 155, 180, 1000):
+    os.environ["KILL_AT"] = str(kill_at)
+    child = os.fork()
+    if not child:
+        seen = count(*begin())
+        assert seen == count.__wrapped__(*begin())
+        print("result", count.resumed_from, flush=True)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == (-signal.SIGKILL if kill_at < 1000 else 0), status
+"""
+
+
+def test_wherever_a_life_is_killed_while_checkpoints_are_written_the_next_one_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "killed.py"
+    path.write_text(KILLED_AGAIN)
+    (resumed_from,) = result(started(path, tmp_path / "run"))
+    assert int(resumed_from) > 0
+    assert checkpoints(tmp_path) == []
 
 
 def test_an_error_keeps_the_checkpoints(made: Made, tmp_path: Path) -> None:

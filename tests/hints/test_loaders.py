@@ -181,7 +181,7 @@ def test_a_hint_after_batches_that_no_checkpoint_knows_is_refused(module: Module
 
 
 def test_a_loader_that_a_loop_around_goes_over_is_refused(module: ModuleType) -> None:
-    with pytest.raises(NotResumableError, match="that no loop around this one goes over"):
+    with pytest.raises(NotResumableError, match="no outer loop may go over the same one"):
         Program(module.nested).interrupted(lambda: {"loader": made(module, LOADERS["shuffled"])})
 
 
