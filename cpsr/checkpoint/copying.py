@@ -5,13 +5,12 @@ A copy is planned once, in the order of its buffer. On the host the bytes are ha
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy
 import torch
 
 from cpsr.checkpoint.boundary import DISTURBED, WriteWatch
@@ -19,7 +18,6 @@ from cpsr.checkpoint.device import device_of
 from cpsr.checkpoint.direct_file import PieceHashes
 from cpsr.checkpoint.parts import Held, Segment
 from cpsr.checkpoint.running_copy import CopyPace, DeviceCopy, PacedCopy, Piece, RunningCopy, Waits
-from cpsr.checkpoint.tensor_file import bytes_of
 from cpsr.errors import SaveError
 from cpsr.state.codec import SmallState
 from cpsr.state.device_values import Arrival, Deadline, in_time
@@ -30,12 +28,12 @@ __all__ = ["CopyEngine", "CopyPlan", "Publish"]
 # A piece is hashed right after it was copied, while a core's cache still has it: copy and hash together then take 1.2
 # times the processor time of the copy alone, and 1.7 times one after the other.
 HASHED_BYTES = 1 << 20
-# Torch copies smaller tensors with the calling thread alone. Its copy of a larger one would start a second team of
-# threads, for whose displaced members the training thread waits.
+# Torch copies so many with the calling thread alone. Its copy of more would start a second team of threads, for whose
+# displaced members the training thread waits.
 SMALL_ELEMENTS = 1 << 15
 
 _Result = TypeVar("_Result")
-# One copy on the host, of small tensors or of bytes of a large one; the address behind its target, and its bytes.
+# Copies on the host by one call; the address behind the last target, and their bytes.
 _HostPiece = tuple[Callable[[], object], int, int]
 
 
@@ -106,30 +104,28 @@ def _is_of(segment: Segment, parts: Collection[str] | None) -> bool:
 
 
 def _in_pieces(pairs: Iterable[Piece]) -> Iterator[_HostPiece]:
-    """Copies of about a MiB each, in order, none of which starts threads."""
-    small: list[Piece] = []
+    """Copies of about a MiB each, in order, none of which starts threads.
 
-    def joined() -> Iterator[_HostPiece]:
-        if small:
-            targets, sources = map(list, zip(*small, strict=True))
-            yield partial(torch._foreach_copy_, targets, sources), _end_of(targets[-1]), sum(map(_bytes, targets))
-            small.clear()
-
+    Each is one call without the interpreter's lock: two threads that hand it to each other at every tensor would both
+    wait more than they work.
+    """
+    joined: list[Piece] = []
     for target, source in pairs:
-        large = source.numel() >= SMALL_ELEMENTS
-        if large and source.is_contiguous() and source.dtype == target.dtype:
-            yield from joined()
-            for into, values in _split(target, source, HASHED_BYTES // source.element_size()):
-                yield partial(numpy.copyto, bytes_of(into), bytes_of(values)), _end_of(into), into.nbytes
-            continue
         chunks = [(target, source)]
-        if large and (source.dim() == 1 or source.is_contiguous()):  # otherwise there is no flat view
-            chunks = _split(target, source, SMALL_ELEMENTS - 1)
+        if source.numel() > SMALL_ELEMENTS and (source.dim() == 1 or source.is_contiguous()):
+            chunks = _split(target, source, SMALL_ELEMENTS)  # otherwise there is no flat view
         for chunk in chunks:
-            if small and _end_of(chunk[0]) - small[0][0].data_ptr() > HASHED_BYTES:
-                yield from joined()
-            small.append(chunk)
-    yield from joined()
+            if joined and _end_of(chunk[0]) - joined[0][0].data_ptr() > HASHED_BYTES:
+                yield _piece(joined)
+                joined = []
+            joined.append(chunk)
+    if joined:
+        yield _piece(joined)
+
+
+def _piece(pairs: Sequence[Piece]) -> _HostPiece:
+    targets, sources = map(list, zip(*pairs, strict=True))
+    return partial(torch._foreach_copy_, targets, sources), _end_of(targets[-1]), sum(map(_bytes, targets))
 
 
 def _split(target: torch.Tensor, source: torch.Tensor, elements: int) -> list[Piece]:

@@ -255,6 +255,10 @@ class EngineAdapter(ABC):
         operators = self._operators(to_fill=True) if to_fill else self._known_operators()
         return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
 
+    def at_rest(self) -> AbstractContextManager[None]:
+        """Inside, nobody changes the engine: `shard` and `scalars` compare it with the last time once."""
+        return self._state.at_rest()
+
     def _known_operators(self) -> dict[str, OperatorState]:
         layout = self._state.layout(self._updated())
         if self._views is None or self._views[0] is not layout:

@@ -4,7 +4,8 @@ A fresh optimizer gets from this exactly the state that was saved: what it had n
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -65,6 +66,7 @@ class OptimizerState:
         self._built = {id(one): numbers_of(vars(one)) for one in optimizers}
         self._known: dict[int, Known] = {}  # by the id of the tensor
         self._layout: StateLayout | None = None
+        self._rests = self._compared = False
         self._leaves: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Leaf]]] = {}
 
     def views(
@@ -110,9 +112,19 @@ class OptimizerState:
 
     def layout(self, every: Sequence[Updated]) -> StateLayout:
         """What stays the same of all that is updated: the same object until something has not."""
-        if self._layout is None or not self._layout.holds(every):
+        if self._layout is None or not (self._compared or self._layout.holds(every)):
             self._layout = StateLayout(every, [self.known(updated) for updated in every])
+        self._compared = self._rests
         return self._layout
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Inside, nobody changes what the optimizers keep, so that it is compared once."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = self._compared = False
 
     def load_outside(self, every: Sequence[Updated], saved: dict[str, Any]) -> None:
         """Put back what optimizers keep beside their state for tensors; and forget memory that was not used."""

@@ -129,8 +129,9 @@ class MemorySnapshots:
     def _begin(self, contents: Contents) -> None:
         started, iteration = time.perf_counter(), self._job.adapter.iteration  # later than due where a batch repeats
         try:
-            shard = self._job.adapter.shard()
-            snapshot = self._pool.begin(shard, iteration, self._capture(), contents, disk=False)
+            with self._job.adapter.at_rest():
+                shard, small = self._job.adapter.shard(), self._capture()
+            snapshot = self._pool.begin(shard, iteration, small, contents, disk=False)
         except (SaveError, UnsupportedEngineError) as error:
             self._pool.occupancy.skip(iteration)
             self.failed(iteration, error)

@@ -5,6 +5,8 @@ import copy
 from array import array
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import numpy
@@ -120,15 +122,13 @@ class _Encoder:
         return key
 
     def _items(self, values: Sequence[Any], path: str) -> list[Any]:
-        """The items of a list; one that repeats, as an optimizer's step counts do, is encoded once."""
-        items: list[Any] = []
-        before: Any = None
-        for index, item in enumerate(values):
-            # Of a mapping of numbers and strings alone the encoding does not depend on its place.
-            again = item is before and type(item) is dict and _PLAIN.issuperset(map(type, item.values()))
-            items.append(items[-1] if again else self.encode(item, f"{path}.{index}"))
-            before = item
-        return items
+        """The items of a list; one that is all of them, as an optimizer's step counts are, is encoded once."""
+        first = values[0]
+        # Of a mapping of numbers and strings alone the encoding does not depend on its place.
+        is_simple = type(first) is dict and _PLAIN.issuperset(map(type, first.values()))
+        if is_simple and all(map(is_, values, repeat(first))):
+            return [self.encode(first, f"{path}.0")] * len(values)
+        return [self.encode(item, f"{path}.{index}") for index, item in enumerate(values)]
 
     def _number(self, value: DeviceNumber, path: str) -> Any:
         if self._later is None:
