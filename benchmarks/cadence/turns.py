@@ -26,7 +26,7 @@ JOBS: Mapping[str, Callable[[Path], Job]] = {
     "mixture, all experts": lambda run_dir: mixture_job(),
     SELECTED: lambda run_dir: mixture_job(),
 }
-SELECTED_AFTER = 12  # snapshots: then the copies were measured
+SELECTED_AFTER = 64  # snapshots: then steps beside copies were compared
 
 
 def main(run_dir: Path, rounds: int, interval_iterations: int, kind: str) -> dict[str, Any] | None:

@@ -130,6 +130,7 @@ class Snapshot:
         disk: whether it is to be written; else it is for host memory alone.
         taken_at: iteration of each part that the host buffer holds once the snapshot is sealed; empty without moments.
         part_bytes: of each part of its buffer.
+        carried_bytes: of the parts that its buffer does not hold, and takes from the snapshot before.
         source: buffer of the snapshot before, from which parts are carried over; None: all parts are copied.
         lacking: parts that other ranks of this machine hold of this iteration, and this one does not.
         samples: hash of a few elements of each part that ranks share, once the copy is complete.
@@ -151,6 +152,7 @@ class Snapshot:
     disk: bool = True
     taken_at: Mapping[str, int] = field(default_factory=dict)
     part_bytes: Mapping[str, int] = field(default_factory=dict)
+    carried_bytes: int = 0
     source: int | None = None
     lacking: frozenset[str] = frozenset()
     samples: _Later[Mapping[str, str]] = _Later(dict)

@@ -516,7 +516,8 @@ class SnapshotPool:
             raise
         if carried and before is not None:
             older = {part: at for part, at in before.taken_at.items() if part in carried - snapshot.lacking}
-            snapshot.source = before.place
+            snapshot.source, here = before.place, buffer.held.taken_at
+            snapshot.carried_bytes = sum(parts.bytes[part] for part, at in older.items() if here.get(part) != at)
         copied = parts.names - older.keys() - snapshot.lacking
         snapshot.taken_at, snapshot.part_bytes = {**older, **dict.fromkeys(copied, iteration)}, parts.bytes
         buffer.held.overwrite(copied | snapshot.lacking)

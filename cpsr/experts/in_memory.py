@@ -1,4 +1,4 @@
-"""Which experts a snapshot in host memory copies anew: those with the most to lose there, as many as a step hides."""
+"""Which experts a snapshot in host memory copies: those with the most to lose, as many as make no step longer."""
 
 import math
 import statistics
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from cpsr.engines.moe.operators import Expert, ExpertLayer
 from cpsr.engines.moe.token_counts import PerExpert
-from cpsr.experts.copy_budget import CopyBudget
+from cpsr.experts.copy_budget import CopyBudget, Lengthening
 from cpsr.experts.policies import Budget, Load, Policy
 from cpsr.experts.routed import RoutedTokens, unit_name
 
@@ -21,6 +21,10 @@ __all__ = ["Agreed", "InMemory"]
 
 MEASURED_SNAPSHOTS = 8  # the time between two is the median of this many
 KEPT_SNAPSHOTS = 64  # whose token counts are kept, since some may still be sent
+# Snapshots come in tens. Of each 1,024, and of the first in any case, the second and fourth ten copy one expert, the
+# third and fifth as many as a step hides: these steps are compared.
+TEN, COMPARED_TENS, COMPARED_EVERY = 10, range(1, 5), 1024
+UNLIKE = 3  # snapshots after each change carry more or less from the buffer before than the later ones
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Agreed:
     """What the ranks agree on at a checkpoint.
 
     Attributes:
-        expert_bytes: of experts, that one iteration of every rank with experts hides; None until all have measured it.
+        expert_bytes: of experts, that a snapshot copies on each rank; None until all have measured it.
         rates: tokens of each expert in an iteration, `(experts of all layers,)`.
         run_tokens: of each expert in the whole run, likewise.
         lost_tokens: see `Load`.
@@ -88,7 +92,11 @@ class InMemory:
         self._place = {unit: place for place, unit in enumerate(chain.from_iterable(self._units))}
         self._own_bytes = sum(layer.experts_per_rank * layer.expert_bytes for layer in self._layers)  # at most
         self._ends = numpy.cumsum([layer.experts for layer in self._layers], dtype=numpy.int64)[:-1]
-        self._copies, self._rest_bytes = CopyBudget(), 0
+        self._copies, self._rest_bytes, self._lengthening = CopyBudget(), 0, Lengthening()
+        self._carries: deque[float] = deque([0.0], maxlen=MEASURED_SNAPSHOTS)  # bytes for each one copied of experts
+        self._most_bytes = 0.0  # of experts, on which the ranks have agreed: what a step hides
+        self._due, self._unlike_until = 0, 0
+        self._much: bool | None = None  # to copy by the snapshot that was begun last; None: it is not compared
         self._agreed: Agreed | None = None
         self._step = 0
         self._total = numpy.zeros(len(self._place))  # tokens so far, as this rank reckons with them
@@ -110,15 +118,27 @@ class InMemory:
 
     def copies_all(self, iteration: int) -> None:
         """The state of this iteration is about to be copied with all experts, as at a checkpoint."""
+        self._much = None
+        self._lengthening.begin(iteration, None)
+        self._unlike_until = self._due + UNLIKE
+        self._select_all(iteration)
+
+    def _select_all(self, iteration: int) -> None:
         self._iteration = iteration
         if self._owners is not None:
             self._total = self._routed(self._owners)
         self._select(iteration, numpy.ones(len(self._place), dtype=bool))
 
-    def copied(self, part_bytes: Mapping[str, int], copy_seconds: float, overlap_seconds: float) -> None:
-        """Learn from a copy to host memory: its bytes of each part, and `CopyBudget.note`."""
-        self._copies.note(sum(part_bytes.values()), copy_seconds, overlap_seconds)
+    def copied(
+        self, part_bytes: Mapping[str, int], copy_seconds: float, overlap_seconds: float, carried_bytes: int = 0
+    ) -> None:
+        """Learn from a copy to host memory: its bytes of each part, `CopyBudget.note`, and what was copied in it."""
+        copied_bytes = sum(part_bytes.values())
+        self._copies.note(copied_bytes, copy_seconds, overlap_seconds)
+        self._lengthening.moved(copied_bytes + carried_bytes)
         self._rest_bytes = sum(size for part, size in part_bytes.items() if part not in self._place)
+        if self._much is False and copied_bytes > self._rest_bytes:
+            self._carries.append(carried_bytes / (copied_bytes - self._rest_bytes))
         if self._owners is not None:
             self._book(self._mask([part for part in part_bytes if part in self._place]))
 
@@ -138,26 +158,49 @@ class InMemory:
         self._step += 1
 
     def wanted_bytes(self) -> float | None:
-        """Of experts, that an iteration of this rank hides; infinite if it has none; None until one was measured."""
+        """Of experts, that an iteration of this rank hides, and that make it at most 2% longer with all that follows.
+
+        An expert that is copied is carried once into each other buffer. Infinite without experts; None until a copy was
+        measured. It may be less than one expert, also less than nothing: where what is no expert makes the step longer
+        already, one is copied nevertheless.
+        """
         if not self.units:
             return math.inf
         hidden = self._copies.bytes
-        return None if hidden is None else hidden - self._rest_bytes
+        if hidden is None:
+            return None
+        unnoticed = (self._lengthening.bytes - self._rest_bytes) / (1.0 + statistics.median(self._carries))
+        return min(hidden - self._rest_bytes, unnoticed)
 
     def agree(self, agreed: Agreed) -> None:
         """From here on."""
         self._agreed = agreed
+        self._most_bytes = max(self._most_bytes, agreed.expert_bytes or 0.0)
+
+    def _due_bytes(self, iteration: int, agreed: Agreed) -> float | None:
+        """Of experts, for the snapshot that begins; the same on all ranks."""
+        ten, place = divmod(self._due % COMPARED_EVERY, TEN)
+        wanted, much = agreed.expert_bytes, ten % 2 == 0
+        is_first = self._due < COMPARED_EVERY
+        is_compared = wanted is not None and ten in COMPARED_TENS and (is_first or wanted < self._own_bytes)
+        if is_compared and place == 0:
+            self._unlike_until = self._due + UNLIKE
+        self._due += 1
+        self._much = much if is_compared and self._due > self._unlike_until else None
+        self._lengthening.begin(iteration, self._much)
+        return wanted if not is_compared else self._most_bytes if much else 1.0
 
     def left_out(self, iteration: int) -> frozenset[str]:
         """Operators of this rank that the snapshot of this iteration does not copy; all ranks ask for the same ones."""
         agreed = self._agreed
-        if not self.units or agreed is None or (hidden := agreed.expert_bytes) is None or hidden >= self._own_bytes:
-            self.copies_all(iteration)
+        expert_bytes = None if agreed is None or not self.units else self._due_bytes(iteration, agreed)
+        if agreed is None or expert_bytes is None or expert_bytes >= self._own_bytes:
+            self._select_all(iteration)
             return frozenset()
         before = self._total
         self._total = self._total_at(iteration, agreed)
         unsaved, passed = self._total - self._learned, float((self._total - before).sum())
-        copied = self._mask(self._chosen(self._step, unsaved, self._ages, passed, hidden))
+        copied = self._mask(self._chosen(self._step, unsaved, self._ages, passed, expert_bytes))
         self._select(iteration, copied)
         return frozenset(name for name, unit in self._tokens.units.items() if not copied[self._place[unit]])
 

@@ -149,7 +149,8 @@ class SomeExperts(Whole):
 
     def copied(self, snapshot: Snapshot) -> None:
         """See `Whole.copied`."""
-        self._experts.in_memory.copied(snapshot.copied_bytes, snapshot.copy_seconds, snapshot.overlap_seconds)
+        seconds = snapshot.copy_seconds, snapshot.overlap_seconds
+        self._experts.in_memory.copied(snapshot.copied_bytes, *seconds, snapshot.carried_bytes)
 
     def saved(self, outcome: SaveOutcome | None, interval_seconds: float = 0.0) -> None:
         """See `Whole.saved`."""

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import textwrap
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -35,6 +36,8 @@ WIDTH = 2
 POLICIES = ("sequential", "load_aware", "dynamic_k", "moetion")
 # Bytes of an expert: weight and bias in float32, each with two moments.
 EXPERT_BYTES = 3 * 4 * (WIDTH * WIDTH + WIDTH)
+EXPERTS, BUFFERS = 24, 4
+COMPARED = 62  # iterations, until steps beside copies of all were compared with others
 
 
 class Layer(nn.Module):
@@ -262,6 +265,27 @@ class TestInMemory:
                 adapter.optimizer.step()
         later = [copied[at] for at in (11, 12, 14)]
         assert later == [["00000-00002"], ["00000-00001"], ["00000-00002"]], "60 unsaved, and 58"
+
+    def test_steps_that_copies_make_longer_leave_experts_out(self, tmp_path: Path) -> None:
+        """A running job whose steps last longer by each expert that is copied to and in host memory meanwhile."""
+        model, moved, copied = Model((EXPERTS,)), list[int](), list[int]()
+        adapter = TorchAdapter(model, torch.optim.AdamW(model.parameters()), experts=MixtureOfExperts(counts_of))
+        config = {"run_dir": tmp_path, "experts": {"policy": "moetion"}, "memory": {"interval_iterations": 1}}
+        with CPSRRecovery(adapter, config | {"checkpoint": {"interval_iterations": 1000}}) as recovery:
+            for _ in recovery.resume(range(COMPARED + 10), repeat=True):
+                if recovery.iteration == COMPARED + 10:
+                    break
+                snapshot = recovery.life.saver.pool.running
+                if snapshot is not None:
+                    copied.append(sum(part.startswith("00000") for part in snapshot.copied_parts))
+                    moved.append(copied[-1] + snapshot.carried_bytes // EXPERT_BYTES)
+                    time.sleep(0.002 + 0.001 * moved[-1])
+                adapter.optimizer.zero_grad()
+                model([[2] + [1] * (EXPERTS - 1)]).backward()
+                adapter.optimizer.step()
+        assert sorted({*copied}) == [1, EXPERTS]
+        assert copied[-8:] == [1] * 8
+        assert moved[-4:] == [BUFFERS] * 4, "once from the engine, and then into each other buffer"
 
     @pytest.mark.parametrize("owners", [1, None])
     @pytest.mark.parametrize("policy", ["load_aware", "moetion"])
