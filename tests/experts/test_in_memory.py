@@ -92,14 +92,15 @@ def test_after_a_kill_experts_come_back_by_their_popularity(tmp_path: Path, rank
 def test_a_slow_link_takes_the_experts_with_the_most_to_lose(tmp_path: Path) -> None:
     """A machine is lost: the other holds all of its iteration but an expert, of which it has an older copy."""
     config, machines = configuration(tmp_path / "run"), [tmp_path / "memory" / name for name in "abc"]
-    trained = ranks_of(config, 2, killed := 26, machines)
+    config["checkpoint"]["interval_iterations"] = checkpoint = 8
+    trained = ranks_of(config, 2, killed := 14, machines)
     shutil.rmtree(machines[1])
     first, second = ranks_of(config, 2, machines=[machines[0], machines[2]])
     assert (first["method"], second["method"]) == ("stale", "stale")
     assert killed - 4 <= first["iteration"] == second["iteration"] <= killed
     assert first["ages"] == {}, "a step hides the copies of all"
     (age,) = set(second["ages"].values())
-    assert CHECKPOINT <= age < second["iteration"]
+    assert checkpoint <= age < second["iteration"]
     for rank, began in enumerate((first, second)):
         for name, weights in began["weights"].items():
             assert weights == trained[rank][str(began["ages"].get(name, began["iteration"]))][name], name
