@@ -9,6 +9,8 @@ from typing import Any
 import numpy
 from numpy.typing import NDArray
 
+from cpsr.fitter.loss_fit import pair_slopes
+
 __all__ = ["AccuracyCurve", "Backtest", "fit_accuracy"]
 
 Array = NDArray[numpy.float64]
@@ -86,10 +88,7 @@ def fit_accuracy(backtests: Iterable[Backtest], horizon_iterations: int) -> Accu
     slopes, variance = [numpy.zeros(0)], 0.0
     for like in numpy.unique(points[:, 2]):
         counts, errors, _ = points[points[:, 2] == like].T
-        first, second = numpy.triu_indices(len(counts), 1)
-        apart = counts[first] != counts[second]  # a rank with other slices counts its checkpoints again
-        first, second = first[apart], second[apart]
-        slopes.append((errors[second] - errors[first]) / (counts[second] - counts[first]))
+        slopes.append(pair_slopes(counts, errors))  # a rank with other slices counts its checkpoints again
         variance += len(counts) * (len(counts) - 1) * (2 * len(counts) + 5) / 18
     ordered = numpy.sort(numpy.concatenate(slopes))
     beyond = round((len(ordered) - NORMAL_95 * math.sqrt(variance)) / 2)

@@ -7,23 +7,17 @@ from typing import Any
 import numpy
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["POINTS_MIN", "Array", "LossFit", "fit_loss", "robust_line"]
+__all__ = ["POINTS_MIN", "Array", "LossFit", "fit_loss", "pair_slopes"]
 
 Array = NDArray[numpy.float64]
 
 POINTS_MIN = 10
 # Losses from before half of a run's age bend the curve. The newest half forecast the next 200 iterations of a real run
-# to 0.175 nats at eight places; the best of three forms of curve with four half-lives each, to 0.176 (2026-11-27).
+# to 0.176 nats at eight places, as did the best of three forms of curve with four half-lives each (2026-11-27).
 OLDEST_SHARE = 0.5
-# At most this many bins are fitted: a line gains nothing from more, and the fit stays short.
+# At most this many bins are fitted: a line gains nothing from more, and their pairs are 33,000.
 BINS_MAX = 256
 BAND_SHARE = 0.95  # of single losses
-# Huber's constant: 95% as efficient as least squares on Gaussian noise, and deaf to spikes.
-HUBER_EPSILON = 1.35
-HUBER_ITERATIONS_MAX = 1000
-HUBER_TOLERANCE = 1e-8  # of the scale of the noise: a line that moves by less has converged
-# Points closer to a line than this, relative to it, have no scale of noise.
-EXACT_FIT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -56,7 +50,7 @@ class LossFit:
 
 
 def fit_loss(iterations: ArrayLike, losses: ArrayLike) -> LossFit:
-    """Fit the curve by Huber's line through the logarithms of the newest half of the losses.
+    """Fit the curve by Theil's line through the logarithms of the newest half of the losses.
 
     However long the run, at most 256 bins are fitted, medians of as many consecutive losses each.
 
@@ -74,53 +68,26 @@ def fit_loss(iterations: ArrayLike, losses: ArrayLike) -> LossFit:
     first = min(first, len(places) - POINTS_MIN)
     places, values = places[first:], values[first:]
     binned, medians = _binned(places, values)
-    end, width = float(places[-1]), float(numpy.ptp(binned))
-    slope, level = robust_line((binned - end) / width, numpy.log(medians))
-    alpha1 = -slope / width
-    alpha2 = level + alpha1 * end
+    logarithms = numpy.log(medians)
+    alpha1 = -float(numpy.median(pair_slopes(binned, logarithms)))
+    alpha2 = float(numpy.median(logarithms + alpha1 * binned))
     count, off = len(places), numpy.abs(values - numpy.exp(alpha2 - alpha1 * places))
     # Squares about a line of two coefficients: 1 - 2 / count of the noise where it was fitted, 1 + 2 / count elsewhere.
     band = math.sqrt((count + 2) / (count - 2)) * float(numpy.quantile(off, BAND_SHARE, method="higher"))
-    return LossFit(alpha1, alpha2, band, int(places[0]), int(end), count)
+    return LossFit(alpha1, alpha2, band, int(places[0]), int(places[-1]), count)
 
 
-def robust_line(places: Array, values: Array) -> tuple[float, float]:
-    """Slope and level at 0 of Huber's line; places take at least two values.
+def pair_slopes(places: Array, values: Array) -> Array:
+    """Slopes of the lines through all pairs of points at two places, whose median is Theil's slope.
 
     Args:
-        places: `(points,)`, about 1 in size.
+        places: `(points,)`.
         values: `(points,)`.
     """
-    slope, level = numpy.polyfit(places, values, 1)
-    exact = EXACT_FIT * (1 + float(numpy.abs(values).max()))
-    for _ in range(HUBER_ITERATIONS_MAX):
-        off = numpy.abs(values - level - slope * places)
-        scale = _huber_scale(off)
-        if scale <= exact:  # all points lie on the line, or so many that the others are spikes
-            break
-        before, weights = (slope, level), HUBER_EPSILON * scale / numpy.maximum(off, HUBER_EPSILON * scale)
-        slope, level = numpy.polyfit(places, values, 1, w=numpy.sqrt(weights))
-        if max(abs(slope - before[0]), abs(level - before[1])) <= HUBER_TOLERANCE * scale:
-            break
-    return float(slope), float(level)
-
-
-def _huber_scale(off: Array) -> float:
-    """The scale of the noise that minimises Huber's loss at these distances from a line; 0 if half of them are 0.
-
-    The loss of scale s is the sum over all distances of s + s h(distance / s), where h squares what is below epsilon
-    and continues along its tangent.
-
-    Source: P. J. Huber, Robust Statistics, 1981, section 7.7: a convex loss of line and scale together.
-    """
-    distances, count = numpy.sort(off), len(off)
-    # With the `near` smallest ones below epsilon, the derivative is zero at this square of s.
-    near = numpy.arange(1, count + 1)
-    divisors = count - (count - near) * HUBER_EPSILON**2
-    squares = numpy.cumsum(distances**2) / numpy.where(divisors > 0, divisors, numpy.nan)
-    limits = (HUBER_EPSILON * numpy.sqrt(squares), numpy.append(distances[1:], numpy.inf))
-    fits = numpy.flatnonzero((distances <= limits[0]) & (limits[0] <= limits[1]))
-    return float(math.sqrt(squares[fits[0]])) if fits.size else 0.0
+    first, second = numpy.triu_indices(len(places), 1)
+    apart = places[first] != places[second]
+    first, second = first[apart], second[apart]
+    return numpy.asarray((values[second] - values[first]) / (places[second] - places[first]))
 
 
 def _checked(iterations: ArrayLike, losses: ArrayLike) -> tuple[Array, Array]:
