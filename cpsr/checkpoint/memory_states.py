@@ -59,7 +59,7 @@ __all__ = [
 ]
 __all__ += ["WINDOWS", "HeldOperator", "HeldPart", "Kind", "Left", "MemoryState", "OpenState", "SlabSize"]
 __all__ += ["belong_together", "describe", "fill"]
-__all__ += ["hash_of", "identity", "load_states", "open_own", "owned_word", "room_for_memory_state", "size_of"]
+__all__ += ["hash_of", "identity", "load_states", "open_own", "room_for_memory_state", "size_of"]
 __all__ += ["verify_memory_state", "write_at"]
 
 logger = logging.getLogger(__name__)
@@ -452,16 +452,6 @@ def verify_memory_state(state: MemoryState) -> str | None:
             return None
     except CheckpointError as error:
         return str(error)
-
-
-def owned_word(shard: Shard) -> str:
-    """Hash of the operators of a rank: names, slices, dtypes and every byte of weights and moments."""
-    slices = sorted((name, _slice(one.parameter)) for name, one in shard.operators.items())
-    state = xxhash.xxh3_128(repr(slices).encode())
-    for key, values in sorted(Shard(shard.operators).tensors(), key=lambda item: item[0]):
-        state.update(repr((key, dtype_name(values.dtype), tuple(values.shape))).encode())
-        state.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return state.hexdigest()
 
 
 class OpenState:

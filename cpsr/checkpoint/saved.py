@@ -1,5 +1,6 @@
 """A committed checkpoint: what its ranks have saved, as slabs, and their small states."""
 
+import hashlib
 import resource
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +28,13 @@ from cpsr.checkpoint.manifest import (
     writer_of,
 )
 from cpsr.checkpoint.ranges import SlabFile, WantedRange
+from cpsr.checkpoint.replicated import state_hash
 from cpsr.checkpoint.verify import DamagedFileError, read_manifest, read_rank_manifest
 from cpsr.errors import CheckpointError, RunMismatchError
 from cpsr.state.codec import SCALARS, decode
 from cpsr.state.shard import OperatorState, Shard
 
-__all__ = ["FileSlab", "SavedCheckpoint", "operator_record", "piece_of", "places_of", "tensor_record"]
+__all__ = ["FileSlab", "SavedCheckpoint", "fingerprint", "operator_record", "piece_of", "places_of", "tensor_record"]
 
 RECORDS_AT_ONCE = 8  # manifests of thousands of operators take megabytes
 OTHER_FILES = 512  # that the process may have open
@@ -320,6 +322,15 @@ def operator_record(operator: OperatorState, xxh3_128: str | None = None, *, apa
         block=operator.parameter.block,
         apart=apart or None,
     )
+
+
+def fingerprint(operators: Iterable[OperatorState], *, values: bool = False) -> str:
+    """Hash of names, types and slices in their order, to be compared; and of the values on the host, if they count."""
+    described = [
+        (one.name, str(operator_record(replace(one, iteration=0)).described), state_hash(one) if values else None)
+        for one in operators
+    ]
+    return hashlib.sha256(repr(described).encode()).hexdigest()
 
 
 def tensor_record(tensor: torch.Tensor) -> TensorRecord:

@@ -1,15 +1,13 @@
 """Which rank copies, and which writes, the operators that several ranks of a data-parallel group hold (ADPS)."""
 
-import hashlib
-import json
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from cpsr.checkpoint.manifest import OperatorRecord
-from cpsr.checkpoint.saved import operator_record
+from cpsr.checkpoint.saved import fingerprint, operator_record
 from cpsr.experts.sharding import adaptive_sharding
 from cpsr.ranks.group import Group
 from cpsr.state.shard import OperatorState, Shard
@@ -86,8 +84,8 @@ class WriteAssignment:
         parameters: dict[str, list[OperatorState]] = {}
         for name, unit in units.items():
             parameters.setdefault(unit, []).append(shard.operators[name])
-        own = {unit: (_hash(ones), sum(one.state_bytes for one in ones)) for unit, ones in parameters.items()}
-        rest = _hash(one for name, one in shard.operators.items() if name not in units)
+        own = {unit: (fingerprint(ones), sum(one.state_bytes for one in ones)) for unit, ones in parameters.items()}
+        rest = fingerprint(one for name, one in shard.operators.items() if name not in units)
         gathered = group.gather([rest, own, memory])
         experts: dict[int, _Experts] = {
             rank: {unit: (described, size) for unit, (described, size) in gathered[rank][1].items()}
@@ -99,7 +97,9 @@ class WriteAssignment:
         self._ranks = tuple(rank for rank in experts if gathered[rank][0] == rest)
         holders = {name: mine[name].holders if name in mine else len(self._ranks) for name in shard.operators}
         self.replicated: Mapping[str, OperatorRecord] = {
-            name: _described(one) for name, one in shard.operators.items() if holders[name] > 1
+            name: operator_record(replace(one, iteration=0)).described
+            for name, one in shard.operators.items()
+            if holders[name] > 1
         }
         self._expert_writers = {name: owner.rank for name, owner in mine.items() if owner.rank != group.rank}
         self._written = _bytes_of_owners(experts, owners)
@@ -200,12 +200,3 @@ def _owners(
         found[expert] = _Owner(ranks[turns[tuple(ranks)] % len(ranks)], len(ranks))
         turns[tuple(ranks)] += 1
     return found
-
-
-def _described(operator: OperatorState) -> OperatorRecord:
-    return operator_record(replace(operator, iteration=0)).described
-
-
-def _hash(operators: Iterable[OperatorState]) -> str:
-    described = [(one.name, _described(one).model_dump()) for one in operators]
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,5 @@
 """Ranks that own the same weights and moments: whether they do, and what each has beside them, buffers and scalars."""
 
-import hashlib
 import json
 import logging
 from dataclasses import replace
@@ -16,7 +15,7 @@ from cpsr.checkpoint.memory_states import OpenState, fill
 from cpsr.errors import CheckpointError
 from cpsr.state.shard import Shard
 
-__all__ = ["SmallStates", "committed_words", "fingerprint"]
+__all__ = ["SmallStates", "committed_words"]
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +64,6 @@ class SmallStates:
         """Let the files go; see `MemoryFile.close`."""
         for file, _ in self._files:
             file.close(remove=remove)
-
-
-def fingerprint(shard: Shard) -> str:
-    """Hash of the names, types and slices of a rank's weights and moments, to be compared."""
-    owned = [(key, str(values.dtype), tuple(values.shape)) for key, values in Shard(shard.operators).tensors()]
-    slices = [
-        (name, operator.parameter.global_shape, operator.parameter.offset) for name, operator in shard.operators.items()
-    ]
-    return hashlib.sha256(repr((sorted(owned), sorted(slices))).encode()).hexdigest()
 
 
 def committed_words(checkpoints: Path, *ranks: int) -> list[str] | None:

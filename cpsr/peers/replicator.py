@@ -13,9 +13,10 @@ from cpsr.checkpoint.arena import Arena, Sealed
 from cpsr.checkpoint.buffers import slab_size
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import REPLICAS
+from cpsr.checkpoint.saved import fingerprint
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.peers.alike import SmallStates, committed_words, fingerprint
+from cpsr.peers.alike import SmallStates, committed_words
 from cpsr.peers.partial import Sending
 from cpsr.peers.peer import Peer, answer
 from cpsr.peers.placement import Member, place_within
@@ -403,7 +404,7 @@ def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, wind
     whole = window_bytes or slab_size(template).bytes
     # Nobody else has a rank's window, or a part of it.
     small = window_bytes or slab_size(Shard({}, template.others)).bytes
-    owned = [fingerprint(template), committed_words(checkpoints, group.rank)]
+    owned = [fingerprint(template.operators.values()), committed_words(checkpoints, group.rank)]
     gathered = group.gather([label, whole, small, owned])
     alike: dict[int, bool] = {}
     for label_of_one, _, _, owned_by_one in gathered:

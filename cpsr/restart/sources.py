@@ -14,10 +14,10 @@ from cpsr.checkpoint.memory_states import (
     MemoryState,
     belong_together,
     load_states,
-    owned_word,
     verify_memory_state,
 )
 from cpsr.checkpoint.remote.target import CheckpointTarget
+from cpsr.checkpoint.saved import fingerprint
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.tiers import Decision, Entry, Source, decide
@@ -459,4 +459,4 @@ def _fingerprint(shard: Shard) -> str:
     statistics.
     """
     others = [(name, str(values.dtype), tuple(values.shape)) for name, values in sorted(shard.others.items())]
-    return f"{owned_word(shard)} {others}"
+    return f"{fingerprint(shard.operators.values(), values=True)} {others}"

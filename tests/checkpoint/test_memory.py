@@ -8,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from cpsr.checkpoint.memory_states import (
     SHARED_MEMORY,
     MemoryState,
     load_states,
-    owned_word,
     verify_memory_state,
 )
 from cpsr.checkpoint.running_copy import RunningCopy
@@ -276,21 +274,6 @@ def test_a_state_that_shared_memory_has_no_room_for_is_not_stored_and_logged(
     assert [state.iteration for state in Arena(run_id).list()] == [1]
     assert "iteration 2 is not held in shared memory: [Errno 27] File too large" in caplog.text
     pool.close()
-
-
-def test_one_word_distinguishes_weights_moments_and_slices() -> None:
-    source = make_shard(3, iteration=7)
-    word = owned_word(source)
-    assert owned_word(Shard(source.operators, {})) == word, "buffers do not count"
-    name, operator = next(iter(source.operators.items()))
-    moved = replace(operator, parameter=replace(operator.parameter, offset=operator.parameter.offset + 1))
-    assert owned_word(Shard({**source.operators, name: moved})) != word
-    for _, values in Shard(source.operators).tensors():
-        if values.numel():
-            values.view(torch.uint8)[-1] ^= 1
-            assert owned_word(source) != word
-            values.view(torch.uint8)[-1] ^= 1
-    assert owned_word(source) == word
 
 
 def confirmed_early(run_id: str) -> tuple[SnapshotPool, Shard]:

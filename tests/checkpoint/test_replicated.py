@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cpsr.benchmarks.harness.checkpoint_files import edit_part, rest_file, slices_in, weights_file
 from cpsr.checkpoint.commit import CommitResult
 from cpsr.checkpoint.history import DiskHistory
 from cpsr.checkpoint.host_snapshot import WHOLE, Contents
-from cpsr.checkpoint.saved import operator_record
+from cpsr.checkpoint.saved import fingerprint, operator_record
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore, verify_run
 from cpsr.errors import CheckpointCorruptError, SaveError
@@ -109,3 +110,18 @@ def test_a_manifest_that_leaves_to_others_what_they_did_not_write_is_damage(rank
         with pytest.raises(CheckpointCorruptError, match=rf"rank.0*{writer}"):
             loaded(ranks[0], 10)
         assert any(f"to rank {writer}" in problem.what for problem in verify_run(tmp_path))
+
+
+def test_a_fingerprint_distinguishes_weights_moments_and_slices() -> None:
+    source = make_shard(3, iteration=7)
+    found = fingerprint(source.operators.values(), values=True)
+    assert fingerprint(make_shard(3, iteration=8).operators.values(), values=True) == found
+    name, operator = next(iter(source.operators.items()))
+    moved = replace(operator, parameter=replace(operator.parameter, offset=operator.parameter.offset + 1))
+    assert fingerprint({**source.operators, name: moved}.values(), values=True) != found
+    for _, values in Shard(source.operators).tensors():
+        if values.numel():
+            values.view(torch.uint8)[-1] ^= 1
+            assert fingerprint(source.operators.values(), values=True) != found
+            values.view(torch.uint8)[-1] ^= 1
+    assert fingerprint(source.operators.values(), values=True) == found

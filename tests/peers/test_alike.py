@@ -13,7 +13,7 @@ from cpsr.checkpoint.memory_states import load_states
 from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
-from cpsr.peers.alike import SmallStates, committed_words, fingerprint
+from cpsr.peers.alike import SmallStates, committed_words
 from tests.checkpoint.conftest import refuse_asking
 from tests.peers.states import RUN_ID, States, shard
 
@@ -38,14 +38,6 @@ def test_a_small_state_and_the_tensors_of_another_rank(tmp_path: Path) -> None:
         load_states([small_state], into)
     small.close(remove=True)
     assert not list(tmp_path.glob("*small*"))
-
-
-def test_fingerprints_distinguish_slices_and_not_ranks() -> None:
-    alike = {fingerprint(shard(rank, rank, ELEMENTS, alike=True)) for rank in range(3)}
-    assert len(alike) == 1
-    slices = {fingerprint(shard(rank, 0, ELEMENTS)) for rank in range(3)}
-    assert len(slices) == 3
-    assert fingerprint(shard(0, 0, ELEMENTS + 1)) not in slices
 
 
 def commit(run_dir: Path, iteration: int, alike: tuple[bool, ...], experts: bool = False) -> Path:
