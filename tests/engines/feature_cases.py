@@ -184,7 +184,7 @@ FEATURES: dict[str, Case] = {
     "zero1-autocast-modules": partial(casts, 1, lower_precision_safe_modules=["torch.nn.Linear", "torch.nn.Embedding"]),
     "zero2-autocast-skip-ahead": partial(casts, 2, 1),
     "zero3-autocast-refused": kept_whole_in_another_precision,
-    **{f"zero{stage}-bf16-states": partial(low_precision_masters, stage) for stage in (1, 3)},
+    **{f"zero{stage}-bf16-states": partial(low_precision_masters, stage) for stage in (1, 2, 3)},
     "zero1-bf16-states-skip-ahead": partial(low_precision_masters, 1, 3),
     **{f"refused-{name}": partial(refused_by_name, name) for name in REFUSED},
     **{f"zero{stage}-activations": partial(activations_in_host_memory, stage, "bf16") for stage in range(3)},

@@ -41,10 +41,19 @@ PARAMETERS: dict[str, Any] = OPTIMIZER | {"offload_param": {"device": "cpu"}}
 
 
 def job(
-    stage: int, precision: str, optimizer: str = "json", micro_batches: int = 2, *, model: Any = TinyLM, **zero: Any
+    stage: int,
+    precision: str,
+    optimizer: str = "json",
+    micro_batches: int = 2,
+    *,
+    model: Any = TinyLM,
+    masters: tuple[str, ...] = (),
+    **zero: Any,
 ) -> DeepSpeedJob:
+    """`masters`: options of the precision that keep masters, or also moments, in it."""
     config = configuration(stage, precision, micro_batches, zero_force_ds_cpu_optimizer=False)
     config["zero_optimization"] |= zero
+    config.get(precision, {}).update({f"{precision}_{option}": True for option in masters})
     return DeepSpeedJob(initialize(model(), config, optimizer))
 
 
@@ -212,6 +221,8 @@ def pipelines_and_experts() -> None:
     check_resume(lambda: PipelineJob(pipeline_engine(1, "bf16", offload=offload)))
 
 
+MASTERS = ("master_weights_and_grads",)
+MASTERS_AND_STATES = (*MASTERS, "optimizer_states")
 FUSED, CPU = "FusedAdam", "DeepSpeedCPUAdam"
 CASES: dict[str, Case] = {
     # An overflow in the second step after the snapshot: only the first can be skipped as if it were trained.
@@ -221,6 +232,10 @@ CASES: dict[str, Case] = {
     "offload-json-zero2-bf16": partial(resumed, 2, "bf16", 3, CPU, **OPTIMIZER),
     "offload-json-zero3-sub-groups": partial(resumed, 3, "fp16", 1, CPU, sub_group_size=50, **OPTIMIZER),
     "offload-param-json-zero3-bf16": partial(resumed, 3, "bf16", 3, CPU, **PARAMETERS),
+    "offload-json-zero2-bf16-masters": partial(resumed, 2, "bf16", 3, CPU, masters=MASTERS, **OPTIMIZER),
+    "offload-json-zero3-bf16-masters": partial(resumed, 3, "bf16", 3, CPU, masters=MASTERS, **OPTIMIZER),
+    "offload-json-zero1-bf16-states": partial(resumed, 1, "bf16", 3, CPU, masters=MASTERS_AND_STATES, **OPTIMIZER),
+    "offload-json-zero2-fp16-masters": partial(resumed, 2, "fp16", 1, CPU, masters=MASTERS, **OPTIMIZER),
     "many-lives-offload-zero2": partial(many_lives, partial(job, 2, "bf16", **OPTIMIZER)),
     "jumps-json-zero1": partial(jumps_unseen, partial(job, 1, "fp32")),
     "wrappers": wrappers_are_those_of_a_gpu,

@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 from cpsr import CPSRRecovery, TorchAdapter
+from tests.committed import wait_until_committed
 from tests.situations.lives import Life, alone_and_cut, backward, digest, live
 
 FP8_LARGEST = 448.0
-REPLAY = {"enabled": True, "window_iterations": 3}
+WINDOWS = {"replay": {"enabled": True, "window_iterations": 3}, "checkpoint": {"interval_iterations": 100}}
 
 
 class Float8Adam(torch.optim.Optimizer):
@@ -74,7 +75,7 @@ def trained(life: Life) -> list[str]:
     def draw() -> torch.Tensor:
         return torch.randn(8, 16, generator=generator)
 
-    more = {"replay": REPLAY} if life.options.get("replay") else {"checkpoint": {"interval_iterations": 5}}
+    more = WINDOWS if life.options.get("replay") else {}
     with CPSRRecovery(TorchAdapter(loop, optimizer), life.config(**more)) as recovery:
         recovery.register("draws", generator)
         for inputs in recovery.resume(draw):
@@ -89,6 +90,41 @@ def trained(life: Life) -> list[str]:
     flat = [torch.as_tensor(one).reshape(-1).contiguous().view(torch.uint8) for one in state]
     dtypes = {str(one.dtype) for one in state if one.dim()}
     return [digest(module), digest(torch.nn.ParameterList([nn.Parameter(one, False) for one in flat])), *sorted(dtypes)]
+
+
+def trained_by_deepspeed(life: Life) -> list[str]:
+    """Thirty steps with masters, gradients and moments in bfloat16; digests of the weights and of the moments."""
+    deepspeed = import_module("deepspeed")
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 8))
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "zero_optimization": {"stage": life.options["stage"]},
+        "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True},
+        "zero_allow_untested_optimizer": True,
+    }
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    engine: Any = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    generator = torch.Generator().manual_seed(life.rank)
+
+    def draw() -> torch.Tensor:
+        return torch.randn(8, 16, generator=generator)
+
+    with CPSRRecovery(engine, life.config(**life.options["more"])) as recovery:
+        recovery.register("draws", generator)
+        for inputs in recovery.resume(draw):
+            engine.backward(functional.mse_loss(engine(inputs.bfloat16()).float(), inputs[:, :8].sin()))
+            engine.step()
+            if life.options["on_disk"] and recovery.iteration == life.at:
+                wait_until_committed(life.directory / "run", 15)
+            life.step(recovery.iteration)
+            if recovery.iteration == 30:
+                break
+        tensors = dict(recovery.life.job.adapter.shard().tensors())
+    state = [tensors[key].reshape(-1).view(torch.uint8) for key in sorted(tensors)]
+    bits = nn.ParameterList([nn.Parameter(one, requires_grad=False) for one in state])
+    return [digest(bits), *sorted({str(one.dtype) for one in tensors.values()})]
 
 
 def _torchao(module: nn.Module) -> torch.optim.Optimizer:
@@ -112,6 +148,26 @@ def test_low_precision_comes_back_bit_for_bit(
     assert cut.result == alone.result
     assert alone.result[2:] == dtypes
     assert "all ranks continue at iteration" in cut.output.lower() or "continues at iteration" in cut.output.lower()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("more", "source"),
+    [
+        ({}, "exact from memory"),
+        ({"checkpoint": {"interval_iterations": 5, "shared_memory": False}}, "exact from checkpoint 15"),
+        (WINDOWS, "exact from memory"),
+    ],
+    ids=["memory", "disk", "windows"],
+)
+def test_masters_and_moments_of_deepspeed_in_bfloat16(
+    more: dict[str, Any], source: str, stage: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"stage": stage, "more": more, "on_disk": "checkpoint 15" in source}
+    alone, cut = alone_and_cut(trained_by_deepspeed, tmp_path, at=17, ranks=2, **options)
+    assert cut.result == alone.result
+    assert alone.result[1:] == ["torch.bfloat16"]
+    assert source in cut.output
 
 
 def test_a_number_that_follows_from_gradients_is_saved_but_refused_by_windows(tmp_path: Path) -> None:
