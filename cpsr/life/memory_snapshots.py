@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
 __all__ = ["MemorySnapshots"]
 
 STALLS = 1000  # that are remembered
+# Told that a copy of this iteration does not begin, and why; None: no buffer is free.
+Refused = Callable[[int, SaveError | UnsupportedEngineError | None], None]
 MEASURED_ITERATIONS = 10  # with a copy: then enough were measured, and the first checkpoint may be far away
 COMPARED_ITERATIONS = 62  # then steps beside much to copy were compared with steps beside little
 
@@ -128,19 +130,25 @@ class MemorySnapshots:
     # The copy
 
     def _begin(self, contents: Contents) -> None:
-        started, iteration = time.perf_counter(), self._job.adapter.iteration  # later than due where a batch repeats
+        iteration = self._job.adapter.iteration  # later than due where a batch repeats
+        self.begin(iteration, contents, self._capture, self._not_begun, disk=False)
+
+    def begin(
+        self, iteration: int, contents: Contents, capture: Callable[[], dict[str, Any]], refused: Refused, *, disk: bool
+    ) -> None:
+        """Begin a copy, which a checkpoint needs as well, or call `refused`; `capture` gives the small state."""
+        started, snapshot, why = time.perf_counter(), None, None
         try:
             with self._job.adapter.at_rest():
-                shard, small = self._job.adapter.shard(), self._capture()
-            snapshot = self._pool.begin(shard, iteration, small, contents, disk=False)
+                shard, small = self._job.adapter.shard(), capture()
+            snapshot = self._pool.begin(shard, iteration, small, contents, disk=disk)
         except (SaveError, UnsupportedEngineError) as error:
             self._pool.occupancy.skip(iteration)
-            self.failed(iteration, error)
-            return
+            why = error
         if snapshot is None:
-            self._skip(iteration)
-            return
-        snapshot.stall_seconds = time.perf_counter() - started
+            refused(iteration, why)
+        else:
+            snapshot.stall_seconds = time.perf_counter() - started
 
     def before_update(self) -> None:
         """The state is about to change."""
@@ -162,7 +170,10 @@ class MemorySnapshots:
 
     # Reports
 
-    def _skip(self, iteration: int) -> None:
+    def _not_begun(self, iteration: int, error: SaveError | UnsupportedEngineError | None) -> None:
+        if error is not None:
+            self.failed(iteration, error)
+            return
         self.skipped += 1
         if self.skipped == 1:
             self._job.journal.event(

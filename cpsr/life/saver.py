@@ -3,6 +3,7 @@
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from cpsr.checkpoint.catalogue import Retention
@@ -169,22 +170,16 @@ class Saver:
         self.memory.at_checkpoint(iteration)  # also where this rank alone has no buffer
         self._planner.times.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
-        try:
-            planning = self._planner.state_dict(self.plan)
-            self._steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
-            small = replace(self._loop.state.capture(), planning=planning, experts=self._policy.state_dict())
-            captured = small.to_tree()
-            self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
-            snapshot = self.pool.begin(self._adapter.shard(), iteration, captured, contents)
-        except (SaveError, UnsupportedEngineError) as error:
-            self.pool.occupancy.skip(iteration)
-            self._skip(iteration, error)
-            return
-        if snapshot is None:
-            self._policy.saved(None)
-            self._writer.skip(iteration, "no host buffer is free: the disk is still writing earlier checkpoints")
-            return
-        snapshot.stall_seconds = time.perf_counter() - started
+        self.memory.begin(iteration, contents, partial(self._captured, iteration), self._skip, disk=True)
+
+    def _captured(self, iteration: int) -> dict[str, Any]:
+        """The small state of a checkpoint."""
+        planning = self._planner.state_dict(self.plan)
+        self._steps.flush(wait=False)  # of those that a device still has, the checkpoint takes them itself
+        small = replace(self._loop.state.capture(), planning=planning, experts=self._policy.state_dict())
+        captured = small.to_tree()
+        self._origins[iteration] = "predicted" if captured["origin"] == "predicted" else "trained"
+        return captured
 
     def finish(self) -> None:
         """Wait for a running copy, whose source is about to change; the writer gets that of a checkpoint."""
@@ -206,13 +201,16 @@ class Saver:
         else:
             self.memory.complete(snapshot)
 
-    def _skip(self, iteration: int, error: SaveError | UnsupportedEngineError) -> None:
-        """Report that a checkpoint cannot be taken.
+    def _skip(self, iteration: int, error: SaveError | UnsupportedEngineError | None) -> None:
+        """Report that a checkpoint cannot be taken, or, without an error, that no buffer is free.
 
         Raises:
             UnsupportedEngineError: no later one could be taken either, and the mode is exact.
         """
         self._policy.saved(None)  # now: the outcome may be queued behind a slow save
+        if error is None:
+            self._writer.skip(iteration, "no host buffer is free: the disk is still writing earlier checkpoints")
+            return
         lasting = isinstance(error, UnsupportedEngineError)
         if lasting and self._exact:
             newest = "there is none" if self.saved_iteration is None else f"the newest is of {self.saved_iteration}"
