@@ -4,10 +4,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from time import perf_counter
 
-__all__ = ["BubbleAccount", "Bubbles"]
+__all__ = ["Bubbles"]
 
 # The forecast of a place uses so many durations: enough to see what is usual, few enough to follow a change.
 RECENT_DURATIONS = 16
@@ -17,39 +16,8 @@ FORECAST_QUANTILE = 0.1
 MEASURED_DURATIONS = 4
 # Most waits of one kind in an iteration: a loop that takes batches without a step would add places forever.
 MAX_PLACES = 4096
-# Recent bubbles that `worked` compares a slice with: a slice spans one or two.
+# Recent bubbles that `beside` compares a slice with: a slice spans one or two.
 REMEMBERED_BUBBLES = 32
-
-
-@dataclass(frozen=True)
-class BubbleAccount:
-    """Totals of the bubbles of a life so far, and of the work inside and outside of them.
-
-    Attributes:
-        iterations: step boundaries seen.
-        bubble_seconds: how long the training thread waited.
-        used_seconds: work inside bubbles.
-        late_seconds: from the end of a bubble to the end of work that began in it.
-        outside_seconds: work that began outside.
-        slices: pieces of work.
-        late_slices: those that ran past the end of their bubble.
-    """
-
-    iterations: int = 0
-    bubble_seconds: float = 0.0
-    used_seconds: float = 0.0
-    late_seconds: float = 0.0
-    outside_seconds: float = 0.0
-    slices: int = 0
-    late_slices: int = 0
-
-    def summary(self) -> str:
-        """One sentence for people."""
-        return (
-            f"in {self.iterations} iterations training waited {self.bubble_seconds:.2f} s; the predictor worked "
-            f"{self.used_seconds:.2f} s of that, {self.late_seconds:.3f} s past the end of a wait "
-            f"({self.late_slices} of {self.slices} pieces of work) and {self.outside_seconds:.2f} s outside"
-        )
 
 
 class _Kind:
@@ -87,6 +55,9 @@ class Bubbles:
     The training thread is the one that calls `end_iteration`, and before the first call the one that creates this
     object. Waits of other threads (a user's own prefetching of batches) are ignored. No method waits for work that
     runs in a bubble.
+
+    Attributes:
+        iterations: that have ended.
     """
 
     def __init__(self) -> None:
@@ -99,8 +70,7 @@ class Bubbles:
         self._closed = False
         self._iteration_forecast_seconds = 0.0
         self._past: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_BUBBLES)  # beginnings and ends
-        self._iterations = self._slices = self._late_slices = 0
-        self._bubble_seconds = self._used_seconds = self._late_seconds = self._outside_seconds = 0.0
+        self.iterations = 0
 
     # On the training thread
 
@@ -132,7 +102,6 @@ class Bubbles:
             now = perf_counter()
             (kind, number), self._open = self._open, None
             self._past.append((self._began, now))
-            self._bubble_seconds += now - self._began
             kind.add(number, now - self._began)
 
     @contextmanager
@@ -148,10 +117,10 @@ class Bubbles:
         """A step is complete: places are counted from 0 again."""
         self._thread = threading.get_ident()
         if not self._kinds:  # no wait yet, and only this thread adds one
-            self._iterations += 1
+            self.iterations += 1
             return
         with self._changed:
-            self._iterations += 1
+            self.iterations += 1
             self._iteration_forecast_seconds = 0.0
             for kind in self._kinds.values():
                 self._iteration_forecast_seconds += sum(kind.forecasts[: kind.count])
@@ -195,38 +164,12 @@ class Bubbles:
             self._changed.wait_for(lambda: self._closed or has_room(), timeout_seconds)
             return perf_counter() if not self._closed and has_room() else None
 
-    def worked(self, began: float, ended: float) -> float:
-        """Account for work that a worker thread did between these two times of `time.perf_counter`.
-
-        Returns:
-            Seconds of it outside of bubbles.
-        """
+    def beside(self, began: float, ended: float) -> float:
+        """Seconds between two times of `time.perf_counter`, both past, in which training did not wait."""
         with self._changed:
             spans = [*self._past, (self._began, ended)] if self._open is not None else [*self._past]
-            inside = sum(max(min(last, ended) - max(first, began), 0.0) for first, last in spans)
-            began_inside = any(first <= began < last for first, last in spans)
-            rest = max(ended - began - inside, 0.0)
-            self._slices += 1
-            self._used_seconds += inside
-            if not began_inside:
-                self._outside_seconds += rest
-            elif not any(first <= began and ended <= last for first, last in spans):
-                self._late_slices += 1
-                self._late_seconds += rest
-        return rest
-
-    def account(self) -> BubbleAccount:
-        """What happened since the start."""
-        with self._changed:
-            return BubbleAccount(
-                self._iterations,
-                self._bubble_seconds,
-                self._used_seconds,
-                self._late_seconds,
-                self._outside_seconds,
-                self._slices,
-                self._late_slices,
-            )
+        inside = sum(max(min(last, ended) - max(first, began), 0.0) for first, last in spans)
+        return max(ended - began - inside, 0.0)
 
     def close(self) -> None:
         """End every `wait`, now and later."""

@@ -38,7 +38,6 @@ class Learning:
         self.bubbles = Bubbles()
         pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction)
         self.learner = Learner(self.predictor, pace)
-        self._adapter = adapter
         self._learns = False
         self._journal: RankJournal | None = None
 
@@ -80,9 +79,6 @@ class Learning:
         """End the thread."""
         self.learner.close()
         self._report_failure()
-        account = self.bubbles.account()
-        if account.bubble_seconds > 0 and self._journal is not None:
-            self._journal.event("bubbles", account.summary(), self._adapter.iteration, logging.DEBUG)
 
     def _report_failure(self) -> None:
         failure = self.learner.failure()

@@ -34,7 +34,7 @@ class BubblePace:
     by more than any slice takes; that says nothing about the next slice.
 
     Args:
-        bubbles: the waits; this object reports its work to them.
+        bubbles: the waits.
         outside: budget of slices outside of bubbles, and of what ran past a bubble's end; None: nothing outside.
     """
 
@@ -48,7 +48,7 @@ class BubblePace:
 
     def before_slice(self) -> None:
         """Wait for a bubble, or for the budget outside of them."""
-        seen = self._bubbles.account().iterations
+        seen = self._bubbles.iterations
         while not self._closing.is_set():
             patience = STARVED_SECONDS if self._outside is None else self._outside.rest_seconds()
             self._entered = self._bubbles.entered(self.expected_seconds(), patience, SPARED_SHARE)
@@ -57,7 +57,7 @@ class BubblePace:
             if self._outside is not None:
                 if self._outside.rest_seconds() == 0.0:
                     return
-            elif (iterations := self._bubbles.account().iterations) - seen >= STARVED_ITERATIONS:
+            elif (iterations := self._bubbles.iterations) - seen >= STARVED_ITERATIONS:
                 self._starve()
                 seen = iterations
 
@@ -68,8 +68,8 @@ class BubblePace:
         self._delays.append(max(used_seconds - processor_seconds, 0.0))
         # From its admission: a delay before its first line may have taken it past the bubble's end.
         began = ended - used_seconds if self._entered is None else self._entered
-        beside = self._bubbles.worked(began, ended)
         if self._outside is not None:
+            beside = self._bubbles.beside(began, ended)
             self._outside.after_slice(beside, min(beside, processor_seconds))
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.learning import bubbles as module
-from cpsr.learning.bubbles import MEASURED_DURATIONS, BubbleAccount, Bubbles
+from cpsr.learning.bubbles import MEASURED_DURATIONS, Bubbles
 
 PATIENCE_SECONDS = 10.0
 
@@ -71,52 +71,41 @@ def test_waits_of_another_thread_are_ignored(clock: Clock) -> None:
     other = threading.Thread(target=lambda: wait(bubbles, clock, "data", 1.0))
     other.start()
     other.join()
-    assert bubbles.account() == BubbleAccount()
+    assert bubbles.beside(100.0, 101.0) == 1.0
     bubbles.begin("data")
     other = threading.Thread(target=bubbles.end)
     other.start()
     other.join()
     clock.now += 1.0
     bubbles.end()
-    assert bubbles.account().bubble_seconds == 1.0
+    assert bubbles.beside(100.0, 102.0) == 1.0
 
 
-def test_work_is_classified_by_where_it_ran(clock: Clock) -> None:
+def test_work_beside_waits_is_known(clock: Clock) -> None:
     bubbles = Bubbles()
     wait(bubbles, clock, "grad", 2.0)  # 100 to 102
     clock.now = 103.0
     wait(bubbles, clock, "grad", 1.0)  # 103 to 104
     bubbles.end_iteration()
-    assert bubbles.worked(100.5, 101.5) == 0.0
-    assert bubbles.account() == BubbleAccount(1, 3.0, used_seconds=1.0, slices=1)
-    assert bubbles.worked(101.5, 103.25) == 1.0  # across the computation between the two
-    assert bubbles.account() == BubbleAccount(1, 3.0, 1.75, late_seconds=1.0, slices=2, late_slices=1)
-    assert bubbles.worked(102.5, 102.75) == 0.25
-    assert bubbles.worked(105.0, 106.0) == 1.0
-    assert bubbles.account() == BubbleAccount(1, 3.0, 1.75, 1.0, outside_seconds=1.25, slices=4, late_slices=1)
+    assert bubbles.beside(100.5, 101.5) == 0.0
+    assert bubbles.beside(101.5, 103.25) == 1.0  # across the computation between the two
+    assert bubbles.beside(102.5, 102.75) == 0.25
+    assert bubbles.beside(105.0, 106.0) == 1.0
     clock.now = 110.0
     bubbles.begin("grad")
-    assert bubbles.worked(110.0, 111.0) == 0.0  # in the wait that is open
-    summary = bubbles.account().summary()
-    assert "1 of 5 pieces" in summary
-    assert "1.25 s outside" in summary
+    assert bubbles.beside(110.0, 111.0) == 0.0  # in the wait that is open
 
 
-@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3), st.floats(0, 5)), max_size=12))
-def test_all_work_is_accounted_for_once(parts: list[tuple[float, float, float]]) -> None:
-    clock, work_began, total = Clock(), 100.0, 0.0
+@given(st.lists(st.tuples(st.floats(0, 3), st.floats(0, 3)), max_size=12))
+def test_all_that_is_no_wait_is_beside(parts: list[tuple[float, float]]) -> None:
+    clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "perf_counter", clock)
         bubbles = Bubbles()
-        for waited, busy, worked in parts:
+        for waited, busy in parts:
             iterate(bubbles, clock, ("grad", waited), busy_seconds=busy)
-            ended = min(work_began + worked, clock.now)
-            bubbles.worked(work_began, ended)
-            total, work_began = total + ended - work_began, ended
-    account = bubbles.account()
-    assert account.used_seconds + account.late_seconds + account.outside_seconds == pytest.approx(total)
-    assert account.used_seconds <= account.bubble_seconds + 1e-9
-    assert account.slices == len(parts)
+    assert bubbles.beside(100.0, clock.now) == pytest.approx(sum(busy for _, busy in parts))
+    assert bubbles.iterations == len(parts)
 
 
 # Real threads

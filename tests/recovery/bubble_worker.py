@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import nn
 import cpsr.learning.pace
 import cpsr.predictor.training
 from cpsr import CPSRRecovery
+from cpsr.learning.pace import BubblePace
+from tests.learning.accounts import account_of
 from tests.recovery import worker
 from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
 from tests.recovery.job import LifeOptions
@@ -56,6 +58,10 @@ def main(options: Options, rank: int, ranks: int) -> None:
         batches: Iterator[Any] = passes(data)
         if not options.alone:
             recovery = stack.enter_context(CPSRRecovery(engine, options.config))
+            learning = recovery.life.loop.learning
+            pace = learning.learner._pace
+            assert isinstance(pace, BubblePace)
+            account = account_of(pace, learning.bubbles)
             batches = recovery.resume(data, repeat=True)
         found["started"] = 0 if options.alone else recovery.iteration
         pairs = ((inputs, targets) for inputs, targets, _ in batches)
@@ -66,7 +72,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
             learned = recovery.life.loop.learning.predictor.state_dict()["vitp"]
             found["learned"], found["trained"] = learned["statistics"]["seen"], learned["head"] is not None
     if not options.alone:
-        found["account"] = asdict(recovery.life.loop.learning.bubbles.account())
+        found["account"] = vars(account)
     found["threads"] = [thread.name for thread in threading.enumerate()]
     options.leave(rank, found)
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit

@@ -1,13 +1,11 @@
 """The predictor in the bubbles of a real pipeline of two stages."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpsr.benchmarks.harness.checkpoint_files import remove_checkpoint
 from cpsr.checkpoint.manifest import step_name
-from cpsr.journal import JournalReader
 from tests.device import NO_STAGES, cpu_only
 from tests.recovery.job import Ended, Job
 
@@ -24,11 +22,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Job(tmp_path_factory.mktemp("alone")).launch(alone=True, iterations=ITERATIONS, **WORKER)
 
 
-def events(run_dir: Path, kind: str) -> list[str]:
-    with JournalReader(run_dir / "journal.db") as journal:
-        return [event.message for event in journal.events() if event.kind == kind]
-
-
 def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> None:
     ended = job.launch(iterations=ITERATIONS, **WORKER)
     assert ended.statuses == [0] * STAGES, ended.output[0][-3000:]
@@ -37,15 +30,11 @@ def test_it_learns_in_bubbles_and_changes_nothing(job: Job, alone: Ended) -> Non
         for name in ("losses", "weights"):
             assert mine[name] == alone.result(stage)[name]
         account = mine["account"]
-        assert account["iterations"] == ITERATIONS
         assert mine["learned"]
         assert mine["trained"] == (stage == 0)  # by rank 0 for all
         assert account["slices"] > 0
-        assert account["outside_seconds"] == 0.0
-        assert account["used_seconds"] > account["late_seconds"]
-        assert account["bubble_seconds"] > account["used_seconds"]
+        assert account["inside"] > account["outside"]
         assert mine["threads"] == alone.result(stage)["threads"]
-    assert any("pieces of work" in message for message in events(job.run_dir, "bubbles"))
     # The last checkpoint before the end was copied in waits; a life that begins there ends alike.
     remove_checkpoint(job.run_dir / "checkpoints" / step_name(ITERATIONS))
     back = job.launch(iterations=ITERATIONS, **WORKER)
