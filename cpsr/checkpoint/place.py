@@ -1,11 +1,9 @@
 """A place keeps whole slabs under names: shared memory of this machine or of another rank's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Protocol
 
-from cpsr.checkpoint.assemble import Slab
-
-__all__ = ["Image", "Index", "Place"]
+__all__ = ["Image", "Index"]
 
 
 class Index(Protocol):
@@ -41,28 +39,3 @@ class Image(Protocol):
         Raises:
             CheckpointError: the slab is gone, or was overwritten meanwhile.
         """
-
-
-class Place(Protocol):
-    """Where slabs are listed, put whole, opened and dropped."""
-
-    def list(self) -> Sequence[Index]:
-        """Every slab that was put or sealed whole; by its own word, nothing is verified."""
-
-    def put(self, name: str, image: Image) -> object:
-        """Keep a slab under this name, in place of the one that has it; what is torn or damaged never lists.
-
-        Raises:
-            CheckpointError: the image ended early, or its hashes do not hold, or it is of another run or rank.
-            OSError: the place is full, or refuses.
-        """
-
-    def open(self, index: Index) -> Slab:
-        """The slab; all that it gives is verified.
-
-        Raises:
-            CheckpointError: it is not there any more, or damaged.
-        """
-
-    def drop(self, name: str) -> None:
-        """Remove a slab, if it is there."""

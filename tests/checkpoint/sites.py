@@ -8,7 +8,7 @@ import os
 import resource
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from cpsr.benchmarks.harness.checkpoint_files import checkpoint_files
 from cpsr.checkpoint.arena import Arena, Sealed
-from cpsr.checkpoint.assemble import assemble, wanted_of
+from cpsr.checkpoint.assemble import Slab, assemble, wanted_of
 from cpsr.checkpoint.buffers import HostBuffer, slab_size
 from cpsr.checkpoint.catalogue import remove_unlisted
 from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import step_name
 from cpsr.checkpoint.memory import SharedMemory
 from cpsr.checkpoint.memory_states import MemoryState, OpenState, describe
-from cpsr.checkpoint.place import Image, Index, Place
+from cpsr.checkpoint.place import Image, Index
 from cpsr.checkpoint.remote.copies import fetch_parts, prepare_fetch, put_in_place, scan, upload
 from cpsr.checkpoint.remote.place import Place as UrlPlace
 from cpsr.checkpoint.store import CheckpointStore
@@ -46,6 +46,31 @@ from tests.checkpoint.remote.conftest import Faults, commit, folder_of, new_run,
 RUN, OTHER = "0123abcd", "89abcdef"
 SIZES = (5, 0, 400_000)  # its slab has tensors in five MiB
 LIFE, BRANCH = 3, 1
+
+
+class Place(Protocol):
+    """Where slabs are listed, put whole, opened and dropped."""
+
+    def list(self) -> Sequence[Index]:
+        """Every slab that was put or sealed whole; by its own word, nothing is verified."""
+
+    def put(self, name: str, image: Image) -> object:
+        """Keep a slab under this name, in place of the one that has it; what is torn or damaged never lists.
+
+        Raises:
+            CheckpointError: the image ended early, or its hashes do not hold, or it is of another run or rank.
+            OSError: the place is full, or refuses.
+        """
+
+    def open(self, index: Index) -> Slab:
+        """The slab; all that it gives is verified.
+
+        Raises:
+            CheckpointError: it is not there any more, or damaged.
+        """
+
+    def drop(self, name: str) -> None:
+        """Remove a slab, if it is there."""
 
 
 class Site(Protocol):
