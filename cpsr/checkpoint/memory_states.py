@@ -237,13 +237,19 @@ class MemoryState:
 
         Args:
             segments: by their numbers; None: all that it has, and not what other ranks hold.
+
+        Raises:
+            CheckpointError: the header is damaged.
         """
         first, found = self.size.header_bytes, list[tuple[int, int]]()
-        known = zip(json.loads(self.index["segments"]), json.loads(self.index["hashes"]), strict=True)
-        for number, ((begin, end), digest) in enumerate(known):
-            if digest if segments is None else number in segments:
-                begin = found.pop()[0] if found and found[-1][1] == first + begin else first + begin
-                found.append((begin, first + end))
+        try:
+            known = zip(json.loads(self.index["segments"]), json.loads(self.index["hashes"]), strict=True)
+            for number, ((begin, end), digest) in enumerate(known):
+                if digest if segments is None else number in segments:
+                    begin = found.pop()[0] if found and found[-1][1] == first + begin else first + begin
+                    found.append((begin, first + end))
+        except NO_HEADER as error:
+            raise CheckpointError(f"the header of {self.path} is damaged: {error}") from error
         return [*found, (self.size.bytes, int(self.index["file_bytes"]))]
 
     @cached_property
