@@ -50,7 +50,7 @@ from cpsr.checkpoint.verify import (
     stat_of,
 )
 
-__all__ = ["Catalogue", "Retention", "RetentionPlan", "SetAside", "newest_checkpoint"]
+__all__ = ["Catalogue", "Retention", "RetentionPlan", "SetAside"]
 __all__ += ["plan_retention", "remove_unlisted", "retain", "scan", "scan_in_pieces", "set_aside"]
 __all__ += ["warn_once"]
 
@@ -170,22 +170,6 @@ def scan_in_pieces(checkpoints: Path) -> Generator[None, None, Catalogue]:
     found.checkpoints.sort(key=lambda info: info.iteration)
     found.asides.sort(key=lambda aside: (aside.after_sequence, aside.directory.name))
     return found
-
-
-def newest_checkpoint(checkpoints: Path) -> SavedCheckpoint | None:
-    """The newest committed checkpoint whose records are valid; older ones are not read.
-
-    Raises:
-        UnreadableFileError: what cannot be read now may be the newest one.
-        OSError: the directory cannot be listed.
-    """
-    for path in sorted(checkpoints.iterdir(), reverse=True) if checkpoints.is_dir() else ():
-        if step_iteration(path.name) is None:
-            continue
-        with suppress(DamagedFileError):
-            if (info := _committed(path)) is not None:
-                return info
-    return None
 
 
 def _committed(directory: Path) -> SavedCheckpoint | None:

@@ -276,7 +276,7 @@ def _open_memory(
             f"replay.enabled: {found}, and a window would restore another value. Nothing was saved; set replay.enabled "
             "to false, or keep that number as a tensor with a dimension"
         )
-    memory = life.memory = HostMemory(replace(job, config=config), units, experts)
+    memory = life.memory = HostMemory(replace(job, config=config), units, experts, alike=writes is not None)
     opened.callback(lambda: memory.close(in_order=ending.in_order, safe=ending.last_state_is_safe))
     if not memory.survives:
         checkpoint = config.checkpoint.model_copy(update={"shared_memory": False})

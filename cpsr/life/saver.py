@@ -153,6 +153,7 @@ class Saver:
             self._policy.share_copies(bool(alike) and self._group.all(self.pool.shares))
             return False
         self._policy.write_own()
+        self._host_memory.send_whole()
         if self.store.drifted is not None:
             self._journal.event(
                 "ranks differ",

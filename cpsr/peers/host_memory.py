@@ -73,6 +73,7 @@ class HostMemory:
         job: this rank's; its shard is the template of the buffers.
         units: operator -> its part of a buffer; see `SnapshotPool`.
         experts: select those that replicas hold; None: all.
+        alike: see `Replicator`.
 
     Attributes:
         pool: the buffers.
@@ -81,7 +82,14 @@ class HostMemory:
         replicates: whether replicas are sent and held; alike on all ranks. There are none on a single machine.
     """
 
-    def __init__(self, job: Job, units: Mapping[str, str] | None = None, experts: "InMemory | None" = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        units: Mapping[str, str] | None = None,
+        experts: "InMemory | None" = None,
+        *,
+        alike: bool = True,
+    ) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
         self._group, self._rank = group, group.rank
@@ -125,7 +133,7 @@ class HostMemory:
                 shard,
                 config.peers.replicas,
                 report,
-                checkpoints=run.path / "checkpoints",
+                alike=alike,
                 window_bytes=0 if self.windows is None else self.windows.file_bytes,
                 bytes_to_come=0 if self.windows is None else self.windows.bytes_to_come,
                 experts=experts,
@@ -227,6 +235,11 @@ class HostMemory:
             return False
         self._replicator.offer(found)
         return True
+
+    def send_whole(self) -> None:
+        """See `Replicator.send_whole`."""
+        if self._replicator is not None:
+            self._replicator.send_whole()
 
     def _follow_window(self, path: Path, iteration: int, *, send: bool) -> None:
         """A window is sealed; in its worker."""

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpsr.checkpoint.arena import Arena, Sealed
@@ -16,7 +15,7 @@ from cpsr.checkpoint.memory_states import REPLICAS
 from cpsr.checkpoint.saved import fingerprint
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.peers.alike import SmallStates, committed_words
+from cpsr.peers.alike import SmallStates
 from cpsr.peers.partial import Sending
 from cpsr.peers.peer import Peer, answer
 from cpsr.peers.placement import Member, place_within
@@ -229,7 +228,7 @@ class Replicator:
 
     Without ZeRO the ranks of a data-parallel group hold the same weights and moments. Then a holder of that group
     receives only the small state (kind `small`). Together with the holder's own snapshot it is the owner's state. Each
-    committed checkpoint shows whether they do hold the same; where they do not, whole states are sent from then on. At
+    commit compares whether they do hold the same; where they do not, whole states are sent from then on. At
     ZeRO-1 and 2 the whole state of a rank is sent. By the paper's rule fp32 weights could be left out there. But a
     holder would then have to copy the owner's slice from its own parameters at that iteration, and training would wait.
 
@@ -240,7 +239,7 @@ class Replicator:
         template: the shard whose keys, shapes and dtypes every snapshot has.
         replicas: how many other nodes are to have its state.
         report: records an event; called from several threads.
-        checkpoints: the run's directory of them, where all ranks see it.
+        alike: whether ranks that hold the same slices hold the same values, as far as commits have compared these.
         window_bytes: of a window, where these go to the peers in place of snapshots; else 0.
         bytes_to_come: shared memory that this rank will take for itself beside its buffers.
         timeout_seconds: after which a peer that sends or takes nothing is given up.
@@ -260,15 +259,14 @@ class Replicator:
         replicas: int,
         report: Report,
         *,
-        checkpoints: Path,
+        alike: bool,
         window_bytes: int = 0,
         bytes_to_come: int = 0,
         timeout_seconds: float = PEER_SECONDS,
         experts: "InMemory | None" = None,
     ) -> None:
         self._arena, self._rank, self._report = memory.arena, group.rank, report
-        self._checkpoints = checkpoints
-        members = _gathered(group, min(data_parallel_ranks), template, checkpoints, window_bytes)
+        members = _gathered(group, min(data_parallel_ranks), template, window_bytes, alike=alike)
         self._nodes = [member.node for member in members]
         self.placement = place_within(members, replicas, self._room_bytes(group, bytes_to_come), SLOTS)
         if self.placement.shortfall is not None and group.rank == 0:
@@ -307,6 +305,10 @@ class Replicator:
         for outgoing in self.outgoing:
             outgoing.offer(state)
 
+    def send_whole(self) -> None:
+        """Ranks that should hold the same do not: from now on each holder gets all of a state."""
+        self._takes_small.clear()
+
     def forget(self) -> None:
         """The run has gone back: by their branch, what the holders have counts no more."""
         with self._forming:  # what is being sealed has the branch of before
@@ -316,7 +318,7 @@ class Replicator:
 
     def _form(self, holder: int, state: Sealed) -> Sealed:
         """What a holder gets of a state: all, or what it lacks; by its thread, before it sends it."""
-        if self._small is None or holder not in self._takes_small or not self._is_twin(holder):
+        if self._small is None or holder not in self._takes_small:
             return state
         with self._forming:
             if self._offered is not state:
@@ -363,21 +365,6 @@ class Replicator:
             self._report("replicas", message, None, logging.WARNING)
             return None
 
-    def _is_twin(self, holder: int) -> bool:
-        """Whether a small state is of use to that rank."""
-        words = committed_words(self._checkpoints, self._rank, holder)
-        if words is None or words[0] == words[1]:
-            return True
-        if holder in self._takes_small:
-            self._takes_small.remove(holder)
-            message = (
-                f"ranks {self._rank} and {holder} are of one data-parallel group and have committed different weights "
-                f"or moments: rank {holder} is sent whole states of this rank from now on. Where they "
-                "train one model, it has come apart: look for a step that is not averaged over them"
-            )
-            self._report("not alike", message, None, logging.WARNING)
-        return False
-
     def _room_bytes(self, group: Group, bytes_to_come: int) -> dict[str, int]:
         """What each machine can give to replicas, with what those of an earlier life take already.
 
@@ -399,18 +386,16 @@ def _slots(arena: Arena, owner: int, holder: int) -> list[str]:
     return [arena.path(owner, f"replica-{holder:05d}-{slot}").name for slot in range(SLOTS)]
 
 
-def _gathered(group: Group, label: int, template: Shard, checkpoints: Path, window_bytes: int) -> list[Member]:
+def _gathered(group: Group, label: int, template: Shard, window_bytes: int, *, alike: bool) -> list[Member]:
     """What the placement must know of every rank."""
     whole = window_bytes or slab_size(template).bytes
     # Nobody else has a rank's window, or a part of it.
     small = window_bytes or slab_size(Shard({}, template.others)).bytes
-    owned = [fingerprint(template.operators.values()), committed_words(checkpoints, group.rank)]
-    gathered = group.gather([label, whole, small, owned])
-    alike: dict[int, bool] = {}
+    gathered = group.gather([label, whole, small, fingerprint(template.operators.values())])
+    owned: dict[int, set[str]] = {}
     for label_of_one, _, _, owned_by_one in gathered:
-        first = next(owned for other, _, _, owned in gathered if other == label_of_one)
-        alike[label_of_one] = alike.get(label_of_one, True) and owned_by_one == first
+        owned.setdefault(label_of_one, set()).add(owned_by_one)
     return [
-        Member(node, label, small if alike[label] else whole, whole)
+        Member(node, label, small if alike and len(owned[label]) == 1 else whole, whole)
         for node, (label, whole, small, _) in zip(group.nodes, gathered, strict=True)
     ]

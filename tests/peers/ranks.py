@@ -69,10 +69,9 @@ memory = root / this_node()
 memory.mkdir(exist_ok=True)
 def report(kind, message, iteration, level):
     events.append([kind, message, iteration, level])
-checkpoints = root / "checkpoints"
 def opened(states, groups=None, replicas=2, window_bytes=0, bytes_to_come=0, **settings):
     groups = groups or [range(group.size)] * group.size
-    beside = {"checkpoints": checkpoints, **settings}
+    beside = {"alike": True, **settings}
     beside |= {"window_bytes": window_bytes, "bytes_to_come": bytes_to_come}
     return Replicator(states.memory, group, groups[rank], states.template, replicas, report, **beside)
 def sending(replicator):
