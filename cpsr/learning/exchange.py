@@ -1,12 +1,12 @@
 """The predictor among the ranks: who learns from a replicated operator, and collectives that make all predict alike."""
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from cpsr.checkpoint.saved import fingerprint
+from cpsr.experts.sharding import adaptive_sharding
 from cpsr.predictor.collectives import Ranks
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
@@ -40,9 +40,11 @@ class Exchange(Ranks):
         """
         self._group = group
         members = tuple(sorted(data_parallel_ranks))
-        identities = group.gather(_identity(shard, members))
+        identities = group.gather([members, fingerprint(shard.operators.values())])
         if len(members) > 1 and all(identities[member] == identities[group.rank] for member in members):
-            self._owners = _owners(shard, members)
+            sizes = {name: one.parameter.values.nbytes for name, one in sorted(shard.operators.items())}
+            shared_out = adaptive_sharding(sizes, [0] * len(members))
+            self._owners = {name: member for member, part in zip(members, shared_out, strict=True) for name in part}
         own = {name: [one.parameter.offset, one.parameter.numel] for name, one in shard.operators.items()}
         parts: list[dict[str, list[int]]] = group.gather(own)
         self._holders = {name: sum(part.get(name) == piece for part in parts) for name, piece in own.items()}
@@ -102,27 +104,3 @@ class Exchange(Ranks):
     def _from_first(self, value: torch.Tensor) -> torch.Tensor:
         assert self._group is not None
         return self._group.reduce(value.clone() if self._group.rank == 0 else torch.zeros_like(value))
-
-
-def _owners(shard: Shard, members: Sequence[int]) -> dict[str, int]:
-    """Operator -> the rank that learns from it, the same on every rank.
-
-    The largest operators are assigned first, each to the rank with the fewest bytes so far. No rank gets more than 4/3
-    of the busiest rank's bytes in the best division (Graham 1969).
-    """
-    sizes = {name: operator.parameter.values.nbytes for name, operator in shard.operators.items()}
-    loads = dict.fromkeys(members, 0)
-    owner: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        owner[name] = min(members, key=lambda member: (loads[member], member))
-        loads[owner[name]] += sizes[name]
-    return owner
-
-
-def _identity(shard: Shard, members: Sequence[int]) -> str:
-    """A digest that is equal on ranks of one group with the same slices."""
-    slices: Mapping[str, Sequence[object]] = {
-        name: [operator.parameter.global_shape, operator.parameter.offset, operator.parameter.numel]
-        for name, operator in sorted(shard.operators.items())
-    }
-    return hashlib.sha256(json.dumps([members, slices]).encode()).hexdigest()
