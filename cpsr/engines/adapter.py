@@ -6,7 +6,7 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -255,9 +255,17 @@ class EngineAdapter(ABC):
         operators = self._operators(to_fill=True) if to_fill else self._known_operators()
         return Shard(operators, self._module_state.buffers(to_fill=to_fill), self.frozen())
 
-    def at_rest(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
         """Inside, nobody changes the engine: `shard` and `scalars` compare it with the last time once."""
-        return self._state.at_rest()
+        parts = self._state, self._module_state.named
+        for part in parts:
+            part.rest(True)
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.rest(False)
 
     def _known_operators(self) -> dict[str, OperatorState]:
         layout = self._state.layout(self._updated())

@@ -36,6 +36,9 @@ class ModuleState:
         module: whose state it is.
         rename: gives the names that the module's tensors are saved by.
 
+    Attributes:
+        named: its buffers.
+
     Raises:
         UnsupportedEngineError: an entry of the state dict is not plain data, or cannot be set again; the message names
             it.
@@ -43,7 +46,7 @@ class ModuleState:
 
     def __init__(self, module: nn.Module, rename: Rename = plain_name) -> None:
         self._module, self._rename = module, rename
-        self._named = NamedBuffers(module, rename)
+        self.named = NamedBuffers(module, rename)
         self._as_built: dict[str, torch.Tensor] | None = None  # buffers, where all have the layouts of the first call
         self._layouts: dict[str, _Layout] | None = None
         self._names: set[str] = set()  # of all buffers at that time, also where they are None
@@ -68,7 +71,7 @@ class ModuleState:
         Raises:
             UnsupportedEngineError: a buffer whose elements share memory; the message names it.
         """
-        found = self._named.present()
+        found = self.named.present()
         if self._layouts is None:
             self._layouts = {name: _layout(one) for name, one in found.items()}
             self._names = {self._rename(name) for name, _ in _buffer_places(self._module)}
@@ -87,7 +90,7 @@ class ModuleState:
             UnsupportedEngineError: an entry is not plain data, or a restarted script will have no place for a buffer;
                 the message names it.
         """
-        found, more = self._named.present(), self._more()
+        found, more = self.named.present(), self._more()
         if found is self._as_built and not more:
             return None
         layouts = {name: _layout(one) for name, one in found.items()} if self._layouts is None else self._layouts

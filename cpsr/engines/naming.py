@@ -75,10 +75,11 @@ class NamedBuffers:
         self._values: list[Any] = []  # modules and buffers
         self._buffers: list[torch.Tensor] = []
         self._found: dict[str, torch.Tensor] = {}
+        self._rests = self._compared = False
 
     def present(self) -> dict[str, torch.Tensor]:
         """See `named_buffers`; the same dict while nothing has changed."""
-        if self._made_of is None or not self._same():
+        if self._made_of is None or not (self._compared or self._same()):
             self._found = named_buffers(self._module, self._rename)
             self._parts = list(self._module.modules())
             plain = not any(map(is_distributed, self._module.buffers())) and all(map(_as_torch, self._parts))
@@ -86,7 +87,12 @@ class NamedBuffers:
             self._values = [*chain.from_iterable(map(dict.values, dicts))]
             self._buffers = [one for one in self._values if isinstance(one, torch.Tensor)]
             self._made_of = self._described(dicts) if plain else None
+        self._compared = self._rests
         return self._found
+
+    def rest(self, rests: bool) -> None:
+        """Until the next call nobody changes the module, so that it is compared once; or somebody may."""
+        self._rests, self._compared = rests, False
 
     def _dicts(self) -> list[dict[str, Any]]:
         return [*map(_MODULES, self._parts), *map(_BUFFERS, self._parts)]

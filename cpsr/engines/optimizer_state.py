@@ -4,8 +4,7 @@ A fresh optimizer gets from this exactly the state that was saved: what it had n
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -117,14 +116,9 @@ class OptimizerState:
         self._compared = self._rests
         return self._layout
 
-    @contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Inside, nobody changes what the optimizers keep, so that it is compared once."""
-        self._rests = True
-        try:
-            yield
-        finally:
-            self._rests = self._compared = False
+    def rest(self, rests: bool) -> None:
+        """Until the next call nobody changes what the optimizers keep, so that it is compared once; or somebody may."""
+        self._rests, self._compared = rests, False
 
     def load_outside(self, every: Sequence[Updated], saved: dict[str, Any]) -> None:
         """Put back what optimizers keep beside their state for tensors; and forget memory that was not used."""
