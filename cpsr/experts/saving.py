@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -65,14 +65,10 @@ class ExpertSaving:
         self._non_expert_bytes = shard.state_bytes - sum(shard.operators[name].state_bytes for name in self.units)
         self._written_beside_bytes: float = self._non_expert_bytes
         policy_of = partial(policy_named, config.policy, lost_portion_limit=config.lost_portion_limit)
-        self._policy = policy_of(self._layers)
-        self.in_memory = InMemory(
-            tokens,
-            self._layers,
-            policy_of,
-            by_bytes=config.policy == "moetion",
-            owners=owning_ranks(tokens, group),
-        )
+        by_bytes, owners = config.policy == "moetion", owning_ranks(tokens, group)
+        self._stages = stages_of(tokens, group) if by_bytes else [((), tuple(range(len(self._layers))))]
+        self._policies = [policy_of([self._layers[place] for place in places]) for _, places in self._stages]
+        self.in_memory = InMemory(tokens, self._layers, policy_of, by_bytes=by_bytes, owners=owners)
         self._history = TokenHistory(self._layers, tokens.iteration)
         self._account = ExpertAccount(mixture, self._layers, config.recovering_capacity_fraction)
         self._rates = numpy.zeros(len(self._history.experts))
@@ -110,10 +106,9 @@ class ExpertSaving:
             history.run_tokens,
             self._account.lost_tokens,
         )
-        budget = self._budget([part[0] for part in gathered])
         chosen: Sequence[Expert] = history.experts
         if not any(part[1] for part in gathered):
-            chosen = self._policy.select(self._step, load, budget)
+            chosen = [*self._selected(load, [part[0] for part in gathered])]
         history.begun(iteration, chosen)
         self.in_memory.copies_all(iteration)
         self._step += 1
@@ -203,15 +198,23 @@ class ExpertSaving:
         self._history.reach(tokens.iteration)
         self._account.set_capacities()
 
-    def _budget(self, measured: Sequence[float | None]) -> Budget:
-        """The budget, equal on all ranks: by bytes, that of the rank that can save least."""
+    def _selected(self, load: Load, measured: Sequence[float | None]) -> Iterator[Expert]:
+        """Experts for a checkpoint; what ranks have measured is for the layers of their own stage."""
+        for (ranks, places), policy in zip(self._stages, self._policies, strict=True):
+            tokens, ages = (tuple(one[place] for place in places) for one in (load.unsaved_tokens, load.ages))
+            budget = self._budget([self._layers[place] for place in places], [measured[rank] for rank in ranks])
+            for expert in policy.select(self._step, replace(load, unsaved_tokens=tokens, ages=ages), budget):
+                yield Expert(places[expert.layer], expert.index)
+
+    def _budget(self, layers: Sequence[ExpertLayer], measured: Sequence[float | None]) -> Budget:
+        """The budget, equal on all ranks: by bytes, that of the rank of these layers that can save least."""
         count = self._config.experts_per_layer
         if self._config.policy != "moetion":
             return Budget(experts_per_layer=count)
         least = _least(measured)
         if least is None:
-            wanted = sum(min(count, layer.experts) * layer.expert_bytes for layer in self._layers)
-            return Budget(snapshot_bytes=wanted / self._layers[0].expert_parallel.size)
+            wanted = sum(min(count, layer.experts) * layer.expert_bytes for layer in layers)
+            return Budget(snapshot_bytes=wanted / layers[0].expert_parallel.size)
         # A positive number even where non-expert parts take more than there is: one expert is always saved.
         return Budget(snapshot_bytes=max(1.0, least))
 
@@ -238,7 +241,7 @@ class ExpertSaving:
 def _least(measured: Sequence[float | None]) -> float | None:
     """Of what ranks measured; None until all have."""
     known = [one for one in measured if one is not None]
-    return min(known) if len(known) == len(measured) else None
+    return min(known, default=math.inf) if len(known) == len(measured) else None
 
 
 def policy_named(name: str, layers: Sequence[ExpertLayer], lost_portion_limit: float) -> Policy:
@@ -274,6 +277,16 @@ def owning_ranks(tokens: RoutedTokens, group: Group) -> int | None:
     gathered = group.gather([sorted({*tokens.units.values()}), elsewhere])
     held = [unit for units, _ in gathered for unit in units]
     return None if len({*held}) < len(held) else sum(layers == elsewhere for _, layers in gathered)
+
+
+def stages_of(tokens: RoutedTokens, group: Group) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Ranks and the places of their layers, for each stage of a pipeline; a collective."""
+    elsewhere = group.gather(sorted(tokens.operators.elsewhere))
+    stages: dict[tuple[int, ...], list[int]] = {}
+    for place, layer in enumerate(tokens.layers):
+        ranks = tuple(rank for rank, names in enumerate(elsewhere) if layer.name not in names)
+        stages.setdefault(ranks, []).append(place)
+    return [(ranks, tuple(places)) for ranks, places in stages.items()]
 
 
 def sized_layers(operators: ModelOperators, shard: Shard, group: Group) -> tuple[ExpertLayer, ...]:

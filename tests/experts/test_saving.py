@@ -322,6 +322,16 @@ class TestBudgets:
         numbers = [len(job.saved_after([1, 1, 1, 1]) or ()) for _ in range(5)]
         assert numbers == [3] * 5
 
+    def test_a_stage_of_a_pipeline_spends_its_bytes_on_its_own_layers(self) -> None:
+        job = Job((4,))
+        shard = job.adapter.shard()
+        mixture = Stage(job.model, [name for name, _ in job.model.named_parameters()], MixtureOfExperts(counts_of))
+        tokens = RoutedTokens(job.adapter, mixture, mixture.operators(), shard)
+        saving = ExpertSaving(tokens, mixture, shard, ExpertsConfig(policy="moetion"), Group())
+        saving.note_saved(shard.state_bytes - EXPERT_BYTES, 1.0, 1.0)
+        units = saving.choose(0, whole=False) or frozenset()
+        assert sum(unit.startswith("00000") for unit in units) == 3
+
 
 class TestRecovery:
     def trained(self, **settings: Any) -> Job:
