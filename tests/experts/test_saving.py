@@ -283,7 +283,7 @@ class TestInMemory:
                 adapter.optimizer.zero_grad()
                 model([[2] + [1] * (EXPERTS - 1)]).backward()
                 adapter.optimizer.step()
-        assert sorted({*copied}) == [1, EXPERTS]
+        assert copied[:5] == [EXPERTS] * 5
         assert copied[-8:] == [1] * 8
         assert moved[-4:] == [BUFFERS] * 4, "once from the engine, and then into each other buffer"
 
