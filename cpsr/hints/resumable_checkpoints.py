@@ -8,7 +8,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -82,6 +82,7 @@ class KeptCheckpoints:
             ) from error
         self.first_seconds = _OPENINGS * (time.thread_time() - began)
         self._next = 1
+        self._committed: list[int] = []
         self._thread = ThreadPoolExecutor(1, "cpsr-resumable")
         self._writing: Future[Written] | None = None
 
@@ -126,6 +127,7 @@ class KeptCheckpoints:
                 self._store.quarantine(info.iteration, str(error))
                 continue
             self._next = info.iteration + 1
+            self._committed = [one.iteration for one in found if one.iteration <= info.iteration]
             return info.iteration, content
         if found:
             _log.error("no checkpoint of %s is whole; the function begins anew", self._store.directory)
@@ -158,7 +160,8 @@ class KeptCheckpoints:
             self._store.write(Snapshot(number, Shard({}), encoded=encoded))
             result = self._store.commit(number, _COMMIT_SECONDS, threading.Event())
             if result.committed:
-                self._remove(_KEPT)
+                self._committed.append(number)
+                self._remove(self._committed[:-_KEPT])
             else:
                 _log.warning("checkpoint %d was not committed (%s); the function goes on", number, result.reason)
         except SupersededError:
@@ -174,7 +177,7 @@ class KeptCheckpoints:
             self._store.refuse_superseded()
             for aside in scan(self._store.directory).asides:
                 remove_tree(aside.directory)
-            self._remove(0)
+            self._remove([info.iteration for info in self._store.catalogue()])
         except (OSError, CheckpointError) as error:
             _log.warning(
                 "%s stays (%s): the next call would go on from there. Remove it for a new one",
@@ -182,11 +185,12 @@ class KeptCheckpoints:
                 error,
             )
 
-    def _remove(self, kept: int) -> None:
+    def _remove(self, numbers: Sequence[int]) -> None:
+        """Remove checkpoints, the oldest first, and what none of the others lists."""
         self._store.refuse_superseded()
-        found = self._store.catalogue()
-        for info in found[: len(found) - kept]:
-            remove_tree(info.directory)
+        for number in numbers:
+            remove_tree(self._store.directory_of(number))
+        del self._committed[: len(numbers)]
         remove_unlisted(self._store.directory)
 
 
