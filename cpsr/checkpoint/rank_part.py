@@ -176,11 +176,11 @@ def _slabs(
     contents = snapshot.contents
     written = contents.written(snapshot.shard)
     tensors = dict(contents.without_experts(written).tensors())
-    files = {
-        slab_name(rank, "params", save): _of_kind(tensors, "param/"),
-        slab_name(rank, "moments", save): _of_kind(tensors, "moment/"),
-        slab_name(rank, "extra", save): _of_kind(tensors, "other/") | scalar_tensors,
-    }
+    files = {}
+    if snapshot.shard.operators:  # a resumable function has none
+        files[slab_name(rank, "params", save)] = _of_kind(tensors, "param/")
+        files[slab_name(rank, "moments", save)] = _of_kind(tensors, "moment/")
+    files[slab_name(rank, "extra", save)] = _of_kind(tensors, "other/") | scalar_tensors
     experts = dict(Shard({k: one for k, one in written.operators.items() if k in contents.experts}).tensors())
     if experts:
         files[slab_name(rank, "expert-params", save)] = _of_kind(experts, "param/")

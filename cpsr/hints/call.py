@@ -135,8 +135,8 @@ class Call:
         """
         now = perf_counter()
         self._settle(wait=False)
-        around = ((number, self._loops[number]) for number in self._source.loops_around[hint])
-        loops = [(number, loop.position, loop.length) for number, loop in around]
+        around = self._source.loops_around[hint]
+        loops = [(number, self._loops[number].position, self._loops[number].length) for number in around]
         if self.target:
             assert self.target == hint, (self.target, hint)
             assert self._saved is not None

@@ -40,6 +40,8 @@ __all__ = ["LoopPosition", "Pace", "place"]
 
 _RECENT = 16  # costs of checkpoints that count
 _SPREAD = 1.5  # times their median, which the next one may take
+_TOGETHER = 1000  # hints that are looked at together, in less time than one by one
+_CALL_SECONDS = 5e-6  # of a call at a hint, besides what it measures itself
 _BYTES_PER_SECOND = 1e9  # of a processor, until a checkpoint was measured: hashed, written, read back and hashed again
 _WINDOW = 6  # checkpoints that are placed together
 _CANDIDATES = 20  # for each of them; of more hints, every so manieth
@@ -148,6 +150,7 @@ class Pace:
         self._allowance, self._first, self._clock = allowance, first_seconds, clock
         self._costs: deque[float] = deque(maxlen=_RECENT)
         self._estimate: float | None = None  # of the first cost, after a look at a hint
+        self._usual = self._dearest = 0.0  # seconds of the next one, as planned, and as they must be earned
         self._writes: deque[float] = deque([0.0], _RECENT)  # seconds until each was written
         self._copying: float | None = None  # seconds that the function waited for the one that is being written
         self.begin()
@@ -157,6 +160,8 @@ class Pace:
         self._began = self._mark = self._clock()
         self.spent_seconds = self._saved_at = self._ask_at = 0.0
         self._plan: _Plan | None = None
+        self._wake_at = self._began  # by the clock; before it the next one is not earned, and nothing is placed
+        self._arrived: list[tuple[float, Sequence[LoopPosition]]] = []  # seconds since the hint before, and the loops
         self._loops = {number: Repetitions(begun, is_whole=False) for number, begun, _ in loops}
 
     @property
@@ -171,6 +176,10 @@ class Pace:
     def learn(self, costs_seconds: Sequence[float]) -> None:
         """Take measured costs of checkpoints."""
         self._costs.extend(costs_seconds)
+        known = [*self._costs, *([] if self._estimate is None else [self._estimate])]
+        if known:  # one of many takes still longer, and later ones have to earn it
+            self._dearest = min(max(self._costs or known), _SPREAD * statistics.median(known))
+            self._usual = max(statistics.median(self._costs or known), 1e-9)
 
     def own_seconds(self) -> float:
         """The function's own time, without checkpoints."""
@@ -186,23 +195,27 @@ class Pace:
         now = self._clock() if now is None else now
         if self.is_unlimited:
             return True
-        for number, begun, _ in loops:
-            self._loops.setdefault(number, Repetitions(begun)).arrive(begun, now - self._mark)
-        is_wanted = self._copying is None and self._is_known() and self._wants(loops, now)
+        self._arrived.append((now - self._mark, loops))
+        is_due = False
+        if (now >= self._wake_at and self._copying is None) or len(self._arrived) >= _TOGETHER:
+            self._note_arrivals()
+            is_due = self._copying is None and self._usual > 0 and self._wants(loops, now) and self._is_earned(now)
         self._mark = self._clock()
-        self.spent_seconds += self._mark - now
-        return is_wanted and self._is_earned(self._mark)
+        self.spent_seconds += self._mark - now + _CALL_SECONDS
+        return is_due
 
     def may_look(self) -> bool:
         """Whether a hint may be looked at for the first time: the first one may, others where that is earned."""
-        return not self._is_known() or self._is_earned(self._mark)
+        return not self._usual or self._is_earned(self._mark)
 
     def looked(self, seconds: float, size_bytes: int) -> None:
         """The first look at a hint has taken so long; a checkpoint there would have so many bytes."""
         self.spent_seconds += seconds
         self._mark = self._clock()
-        if not self._is_known():
+        if not self._usual:
             self._estimate = self._first + seconds + size_bytes / _BYTES_PER_SECOND
+            self.learn([])
+            self._sleep()
 
     def copied(self, seconds: float) -> None:
         """The function has waited so long for a checkpoint, which is now being written."""
@@ -217,20 +230,22 @@ class Pace:
         self.learn([(self._copying or 0.0) + processor_seconds])
         self._writes.append(seconds)
         self._copying = None
+        self._sleep()
 
-    def _is_known(self) -> bool:
-        """Whether there is a cost, measured or estimated."""
-        return bool(self._costs) or self._estimate is not None
+    def _sleep(self) -> None:
+        """Place nothing until the next checkpoint can be earned."""
+        self._wake_at = self._began + self.spent_seconds + (self.spent_seconds + self._dearest) / self._allowance
+
+    def _note_arrivals(self) -> None:
+        for seconds, loops in self._arrived:
+            for number, begun, _ in loops:
+                self._loops.setdefault(number, Repetitions(begun)).arrive(begun, seconds)
+        self._arrived.clear()
 
     def _is_earned(self, now: float) -> bool:
         """Whether one more is within the allowance of the time until now."""
         own = now - self._began - self.spent_seconds
-        return self.spent_seconds + self._dearest() <= self._allowance * own
-
-    def _dearest(self) -> float:
-        """Seconds that the next checkpoint may cost; one of many takes still longer, and later ones have to earn it."""
-        estimate = [] if self._estimate is None else [self._estimate]
-        return min(max(self._costs or estimate), _SPREAD * statistics.median([*self._costs, *estimate]))
+        return self.spent_seconds + self._dearest <= self._allowance * own
 
     def _wants(self, loops: Sequence[LoopPosition], now: float) -> bool:
         """Whether this arrival is placed, or one before that was not earned; where none can be placed, each is."""
@@ -247,9 +262,8 @@ class Pace:
 
     def _earliest(self, end: float, hints: int) -> list[float]:
         """The function's own seconds before which the next checkpoint until then, and those after, are not earned."""
-        usual = max(statistics.median(self._costs or [self._dearest()]), 1e-9)
-        first = (self.spent_seconds + self._dearest()) / self._allowance
-        between = max(usual / self._allowance, statistics.median(self._writes))
+        first = (self.spent_seconds + self._dearest) / self._allowance
+        between = max(self._usual / self._allowance, statistics.median(self._writes))
         count = min(hints, math.ceil(max(0.0, end - first) / between))
         return [first + between * number for number in range(count)]
 
