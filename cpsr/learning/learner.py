@@ -91,11 +91,14 @@ class Learner:
     Args:
         predictor: learns; a plain object whose `learn` replaces attributes and changes none in place.
         pace: of the slices; None never starts the thread.
+
+    Attributes:
+        pace: as given.
     """
 
     def __init__(self, predictor: StatePredictor, pace: Pace | None) -> None:
         self._predictor = predictor
-        self._pace = pace
+        self.pace = pace
         self._lock = threading.Lock()  # of the predictor; the thread holds it for a hand-over, which is microseconds
         self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
         self._generation = 0  # grows when another thread may change the predictor, which drops the work under way
@@ -121,7 +124,7 @@ class Learner:
             learns: False never starts the thread.
         """
         usual = torch.get_num_threads()
-        if self._pace is not None and learns:
+        if self.pace is not None and learns:
             self._complete = self._predictor.state_dict()
             alone = threading.Event()
             arguments = store, part, alone
@@ -192,8 +195,8 @@ class Learner:
         """Stop after the current slice and join the thread."""
         self._closing.set()
         self._wake.set()
-        if self._pace is not None:
-            self._pace.close()
+        if self.pace is not None:
+            self.pace.close()
         if self._thread is not None:
             self._thread.join(0.0 if self._ended and self._slice_began is not None else SLICE_LIMIT_SECONDS)
             if self._thread.is_alive():
@@ -248,16 +251,16 @@ class Learner:
 
     def _learn_from(self, student: StatePredictor, work: Generator[object, None, None], generation: int) -> None:
         """Learn from one checkpoint at the pace; if the directory cannot be read now, wait for the next one."""
-        assert self._pace is not None  # or there is no thread
+        assert self.pace is not None  # or there is no thread
         before = dict(vars(student))
         done: object = None
         with closing(work):
             while done is not _DONE:
-                self._pace.before_slice()
+                self.pace.before_slice()
                 if self._stopping():  # a closed pace does not wait
                     return
                 try:
-                    done = self._slice(work, self._pace)
+                    done = self._slice(work, self.pace)
                 except _UnreadableDirectoryError as error:
                     if not self._unreadable_logged:
                         logger.warning("the predictor learns nothing until checkpoints can be read again: %s", error)

@@ -59,7 +59,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
         if not options.alone:
             recovery = stack.enter_context(CPSRRecovery(engine, options.config))
             learning = recovery.life.loop.learning
-            pace = learning.learner._pace
+            pace = learning.learner.pace
             assert isinstance(pace, BubblePace)
             account = account_of(pace, learning.bubbles)
             batches = recovery.resume(data, repeat=True)
