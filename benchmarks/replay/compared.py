@@ -13,8 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy
-
 from cpsr.benchmarks.harness.intervals import Estimate
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text
 from cpsr.benchmarks.harness.ranks import start_ranks
@@ -26,11 +24,10 @@ from cpsr.checkpoint.run_directory import run_id
 from cpsr.errors import CPSRError
 
 __all__ = ["EXACT", "MEMORY", "RARELY", "STALE", "WAYS", "WINDOW", "WINDOWS", "Plan", "Run", "compare"]
-__all__ += ["lag_iterations", "lost_tokens"]
+__all__ += ["lost_tokens"]
 
 RANKS = 2
 WINDOW = 4
-TAIL_ITERATIONS = 20  # of the end, over which losses are compared
 WINDOWS, MEMORY, STALE = f"windows of {WINDOW}", "snapshots in memory", "stale experts"
 CHECKFREQ_LIVE, PCCHECK_LIVE = "CheckFreq, live", "PCcheck, live"
 
@@ -100,7 +97,6 @@ class Run:
     """What one run came to, all its lives together.
 
     Attributes:
-        losses: by iteration, of the life that trained it last; mean over the ranks.
         repeated: iterations that each failure had repeated.
         lost_tokens: that failures took from experts, over all layers, as far as no later failure undid it.
         down_seconds: of each failure, from the last step before it to the first one's begin after it.
@@ -111,7 +107,6 @@ class Run:
         state_bytes: of rank 0.
     """
 
-    losses: dict[int, float]
     repeated: list[int]
     lost_tokens: float
     down_seconds: list[float]
@@ -196,15 +191,13 @@ def _read(result: Path, rank: int) -> list[dict[str, Any]]:
 
 def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int]) -> Run:
     """Figures of the ranks' notes, by life and rank."""
-    losses: dict[int, float] = {}
     down, tokens, methods = list[float](), list[tuple[int, float]](), list[str]()
     for place, ranks in enumerate(lives):
         start, *steps = zip(*ranks, strict=False)
         methods.append(start[0]["method"])
         blocks: dict[str, list[float]] = next((notes[0]["blocks"] for notes in steps if "blocks" in notes[0]), {})
-        steps = [notes for notes in steps if "loss" in notes[0]]
+        steps = [notes for notes in steps if "iteration" in notes[0]]
         times = [max(note["unix_seconds"] for note in notes) for notes in steps]
-        losses |= {notes[0]["iteration"]: statistics.fmean(note["loss"] for note in notes) for notes in steps}
         took = [after - before for before, after in pairwise(times)]
         layers = (start[0]["lost_tokens"] or {}).get("layers", [])
         tokens.append((start[0]["iteration"], sum(layer["lost_tokens"] for layer in layers)))
@@ -214,7 +207,6 @@ def _seen(lives: Sequence[Sequence[list[dict[str, Any]]]], kills: Sequence[int])
     ends = [notes[-1] for notes in lives[-1]]
     began = [ranks[0][0]["iteration"] for ranks in lives[1:]]
     return Run(
-        losses,
         [killed - start for killed, start in zip(kills, began, strict=True)],
         lost_tokens(tokens),
         down,
@@ -241,26 +233,7 @@ def lost_tokens(lives: Sequence[tuple[int, float]]) -> float:
     return math.fsum(lasting)
 
 
-def lag_iterations(losses: Mapping[int, float], control: Mapping[int, float], tail: int) -> tuple[float, float]:
-    """How far a run is behind at its end: in iterations, and in nats.
-
-    Both trained the same batches. The gap of the last iterations is over what one of them is worth, by a straight line
-    through the second half of the control.
-
-    Args:
-        losses: by iteration.
-        control: of the run that nothing happened to.
-        tail: iterations of the gap.
-    """
-    last = sorted(control)[-tail:]
-    gap = statistics.fmean(losses[at] - control[at] for at in last)
-    half = sorted(control)[len(control) // 2 :]
-    slope, _ = numpy.polyfit(half, [control[at] for at in half], 1)
-    return gap / max(-float(slope), 1e-9), gap
-
-
 def _figures(way: Way, timed: Run, killed: Sequence[Run], control: Run, plan: Plan) -> dict[str, Any]:
-    lags = [lag_iterations(one.losses, control.losses, TAIL_ITERATIONS) for one in killed]
     routed = plan.iterations * plan.mixture.tokens_per_iteration
     profiles = [one.profiles[-1] for one in (timed, *killed) if one.profiles]
     intervals = [one["interval_iterations"] for one in profiles] or [way.interval_iterations]
@@ -272,8 +245,6 @@ def _figures(way: Way, timed: Run, killed: Sequence[Run], control: Run, plan: Pl
         "repeated_iterations": [one.repeated for one in killed],
         "lost_tokens": [one.lost_tokens for one in killed],
         "lost_token_share": [one.lost_tokens / routed for one in killed],
-        "lag_iterations": [lag for lag, _ in lags],
-        "gap_nats": [gap for _, gap in lags],
         "down_seconds": [one.down_seconds for one in killed],
         "methods": sorted({method for one in killed for method in one.methods[1:]}),
         "same_bits": [one.digests == control.digests for one in killed],
@@ -292,13 +263,12 @@ def _show(call: Measurement, found: Mapping[str, Mapping[str, Any]]) -> None:
                 interval_text(Estimate(**own["step_ratio"]), digits=3),
                 f"{statistics.fmean(repeated):.1f} ({_range(repeated, 0)})" if repeated else "-",
                 f"{statistics.fmean(own['lost_token_share']):.2%}",
-                f"{statistics.fmean(own['lag_iterations']):.1f} ({_range(own['lag_iterations'])})",
                 _range(down) if down else "-",
                 "same" if all(own["same_bits"]) else "others",
             )
         )
-    rounds = len(found[WINDOWS]["lag_iterations"])
-    headings = ("way", "every", "step", "repeated", "lost tokens", "lag", "down s", "bits")
+    rounds = len(found[WINDOWS]["same_bits"])
+    headings = ("way", "every", "step", "repeated", "lost tokens", "down s", "bits")
     call.table(f"jobs that are killed, and their steps without a kill ({rounds} rounds)", headings, rows)
 
 

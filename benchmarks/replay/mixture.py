@@ -106,8 +106,8 @@ def train(part: Part, rank: int, ranks: int) -> None:
 
         def step() -> None:
             (index,) = next(stream)
-            loss = train_one(engine, int(index))
-            note(iteration=recovery.iteration, loss=loss)
+            train_one(engine, int(index))
+            note(iteration=recovery.iteration)
             if rival is not None and (profile := rival.after_step()) is not None:
                 note(profile=profile)
 
@@ -134,14 +134,14 @@ def train(part: Part, rank: int, ranks: int) -> None:
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
-def _train(task: GPTTask, rank: int, ranks: int, engine: Any, index: int) -> float:
-    """One step on this rank's part of the batch of that place; returns the loss."""
+def _train(task: GPTTask, rank: int, ranks: int, engine: Any, index: int) -> None:
+    """One step on this rank's part of the batch of that place."""
     for group in engine.optimizer.param_groups:
         group["lr"] = scheduled_rate("cosine", PEAK_LEARNING_RATE, engine.global_steps, SCHEDULE_ITERATIONS)
     loss = engine(task.batch(SEED, index)[rank::ranks])
     engine.backward(loss)
     engine.step()
-    return float(loss.item())
+    loss.item()
 
 
 def _in_blocks(

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optim
 from torch import nn
 from torch.nn import functional
 
+from cpsr.benchmarks.replay.in_turn import in_turn
 from cpsr.demo.device import join_ranks
 from cpsr.engines import adapt
 from cpsr.errors import CPSRError
@@ -74,16 +75,17 @@ def repeated_seconds(kind: str, rounds: int, tokens: int) -> dict[str, list[floa
             raise CPSRError(f"{kind}: a replay computes every gradient of this engine")
         names = list(adapter.shard().operators)
         batch = torch.randint(VOCABULARY, (SEQUENCES, tokens // SEQUENCES))
-        found: dict[str, list[float]] = {name: [] for name in (WHOLE, *FROZEN)}
         _step(engine, batch)
         outcome = steps.outcome()
-        for number in range(SETTLING + rounds):
-            for name in found:
-                frozen = names[: round(FROZEN.get(name, 0.0) * len(names))]
-                steps.repeat(None if name == WHOLE else outcome, frozen)
-                seconds = _step(engine, batch)
-                if number >= SETTLING:
-                    found[name].append(seconds)
+
+        def step(share: float | None) -> None:
+            frozen = names[: round((share or 0.0) * len(names))]
+            steps.repeat(None if share is None else outcome, frozen)
+            _step(engine, batch)
+
+        kinds = {WHOLE: partial(step, None), **{name: partial(step, share) for name, share in FROZEN.items()}}
+        in_turn(kinds, SETTLING, 1, 0)
+        found = in_turn(kinds, rounds, 1, 0)
         if steps.left_out == 0:
             raise CPSRError(f"{kind}: no gradient was left out")
         torch.distributed.destroy_process_group()
@@ -105,8 +107,6 @@ def _engine(experts: int, precision: str, stage: int) -> Any:
     return engine
 
 
-def _step(engine: Any, batch: torch.Tensor) -> float:
-    begun = time.perf_counter()
+def _step(engine: Any, batch: torch.Tensor) -> None:
     engine.backward(engine(batch))
     engine.step()
-    return time.perf_counter() - begun

@@ -7,7 +7,7 @@ import pytest
 
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.replay import run
-from cpsr.benchmarks.replay.compared import EXACT, STALE, WAYS, WINDOW, WINDOWS, Plan, lag_iterations, lost_tokens
+from cpsr.benchmarks.replay.compared import EXACT, STALE, WAYS, WINDOW, WINDOWS, Plan, lost_tokens
 from cpsr.benchmarks.replay.ettr import simulated
 from cpsr.benchmarks.replay.job import Shape
 from cpsr.benchmarks.replay.mixture import Mixture
@@ -52,7 +52,6 @@ def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_p
     for name in EXACT:
         assert found[name]["methods"] == ["exact"]
         assert found[name]["lost_tokens"] == [0.0]
-        assert found[name]["lag_iterations"] == [0.0]
         assert found[name]["same_bits"] == [True]
     assert found[STALE]["methods"] == ["stale"]
     assert found[STALE]["lost_tokens"][0] > 0
@@ -62,13 +61,6 @@ def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_p
     for name, own in found.items():  # who has a policy has profiled, and has set its own interval
         assert (own["persist_seconds"] is None) == (WAYS[name].policy is None)
     assert {one["system"] for one in report["ettr"]} == set(WAYS)
-
-
-def test_a_lag_is_the_gap_over_what_an_iteration_is_worth() -> None:
-    control = {at: 5.0 - 0.01 * at for at in range(100)}
-    behind = {at: 5.0 - 0.01 * (at - 3) for at in range(100)}
-    assert lag_iterations(behind, control, 20) == pytest.approx((3.0, 0.03))
-    assert lag_iterations(control, control, 20) == (0.0, 0.0)
 
 
 def test_tokens_are_lost_once_where_two_failures_go_back_to_the_same_checkpoint() -> None:
