@@ -1,6 +1,6 @@
 """A small mixture of experts in plain torch: its state is large beside what one step computes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -29,12 +29,14 @@ class Shape:
         layers: each with so many experts, of which a token passes one.
         experts: of a layer.
         tokens: of an iteration.
+        dtype: of weights, moments and batches.
     """
 
     width: int = 256
     layers: int = 4
     experts: int = 12
     tokens: int = 512
+    dtype: str = "float32"
 
 
 class _Layer(nn.Module):
@@ -60,11 +62,12 @@ class _Layer(nn.Module):
 
 def _model(shape: Shape) -> nn.Sequential:
     torch.manual_seed(5)
-    return nn.Sequential(*(_Layer(shape) for _ in range(shape.layers)))
+    return nn.Sequential(*(_Layer(shape) for _ in range(shape.layers))).to(getattr(torch, shape.dtype))
 
 
 def _batches(shape: Shape) -> DataLoader[Any]:
     values = torch.randn(ITEMS * 8, shape.width, generator=torch.Generator().manual_seed(6))
+    values = values.to(getattr(torch, shape.dtype))
     return DataLoader(TensorDataset(values), shape.tokens, shuffle=True, drop_last=True)
 
 
@@ -95,10 +98,12 @@ def live_and_alone(
     config = {"run_dir": str(run_dir), "mode": "auto", "learning": {"budget_fraction": 0.0}, **settings}
     with CPSRRecovery(TorchAdapter(model, optimizer), config) as recovery:
         live = iter(recovery.resume(_batches(shape), repeat=True))
-        kinds = {
+        kinds: dict[str, Callable[[], object]] = {
             ALONE: lambda: _step(other, another, next(alone)),
             LIVE: lambda: _step(model, optimizer, next(live)[0]),
         }
-        in_turn(kinds, 1, SETTLED_BLOCKS * block, 0)  # all files are filled once
+        for kind in kinds.values():
+            kind()
+        in_turn({LIVE: kinds[LIVE]}, 1, SETTLED_BLOCKS * block, 0)  # all files are filled once
         seconds = in_turn(kinds, max(1, steps // (2 * (block + 1))), block, 1)
         return seconds, recovery.life.job.shard.state_bytes

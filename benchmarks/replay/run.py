@@ -1,7 +1,7 @@
 """`cpsr bench replay`: what windows cost each step, what a restart repeats, and both beside other checkpoints."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -10,7 +10,7 @@ from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.harness.ranks import run_ranks
-from cpsr.benchmarks.replay.compared import RARELY, Plan, compare
+from cpsr.benchmarks.replay.compared import RARELY, WINDOW, Plan, compare
 from cpsr.benchmarks.replay.ettr import simulated
 from cpsr.benchmarks.replay.in_turn import paired_interval
 from cpsr.benchmarks.replay.job import Shape, live_and_alone
@@ -24,8 +24,9 @@ from cpsr.errors import CPSRError
 __all__ = ["PARTS", "main", "variants"]
 
 PARTS = ("windows", "stages", "repeated", "comparison")
+BF16 = "bfloat16"  # weights and moments of the last variant
 AIM = 1.03  # of a step without CPSR
-BLOCK = 8  # steps of a variant, or all of a longer window, then as many without CPSR
+BLOCK = 4  # steps of a variant, or all of a longer window, then as many without CPSR
 TOKENS = 1024  # of a repeated step
 DEFAULT = Shape()
 COMPARISON = Plan()
@@ -33,19 +34,18 @@ COMPARISON = Plan()
 
 def variants(windows: tuple[int, ...]) -> dict[str, Mapping[str, Any]]:
     """Name of each variant -> its configuration."""
-    return {
-        "whole, every iteration": {"checkpoint": RARELY, "memory": {"interval_iterations": 1}},
-        **{
-            f"windows of {one}": {"checkpoint": RARELY, "replay": {"enabled": True, "window_iterations": one}}
-            for one in windows
-        },
+    lengths = {f"windows of {one}": one for one in windows} | {f"windows of {WINDOW}, {BF16}": WINDOW}
+    replayed = {
+        name: {"checkpoint": RARELY, "replay": {"enabled": True, "window_iterations": one}}
+        for name, one in lengths.items()
     }
+    return {"whole, every iteration": {"checkpoint": RARELY, "memory": {"interval_iterations": 1}}, **replayed}
 
 
 def main(
     json_path: Path | None = None,
-    rounds: int = 40,
-    steps: int = 200,
+    rounds: int = 50,
+    steps: int = 160,
     windows: tuple[int, ...] = (2, 4, 8, 16),
     shape: Shape = DEFAULT,
     plan: Plan = COMPARISON,
@@ -57,7 +57,7 @@ def main(
     Args:
         json_path: of the file; None: none is written.
         rounds: of blocks, of a pipeline.
-        steps: of each kind of windows; a fifth of repeated ones.
+        steps: of each kind of windows; a quarter of repeated ones.
         windows: iterations of those whose cost is measured.
         shape: of their model.
         plan: of the comparison.
@@ -79,7 +79,7 @@ def main(
         if "stages" in parts:
             figures["stages"] = _stages(call, rounds)
         if "repeated" in parts:
-            figures["repeated"] = {"tokens": TOKENS, **_repeated(call, max(1, steps // 5))}
+            figures["repeated"] = {"tokens": TOKENS, **_repeated(call, max(1, steps // 4))}
         if "comparison" in parts:
             figures["comparison"] = compare(call, plan)
             figures["ettr"] = simulated(call, figures["comparison"])
@@ -88,12 +88,13 @@ def main(
 
 def _costs(call: Measurement, wanted: Mapping[str, Mapping[str, Any]], steps: int, shape: Shape) -> dict[str, Any]:
     """Blocks of each variant, in a process of its own, over those without CPSR before or behind them."""
-    found, ratios, state_bytes = dict[str, dict[str, list[float]]](), dict[str, Estimate](), 0
+    found, ratios, state_bytes = dict[str, dict[str, list[float]]](), dict[str, Estimate](), dict[str, int]()
     advance = call.bar("variants", len(wanted))
     for name, settings in wanted.items():
         run_dir = call.directory / name.replace(" ", "-")
         block = max(BLOCK, settings.get("replay", {}).get("window_iterations", 0))
-        found[name], state_bytes = in_own_process(live_and_alone, run_dir, settings, shape, steps, block)
+        own = replace(shape, dtype=BF16) if name.endswith(BF16) else shape
+        found[name], state_bytes[name] = in_own_process(live_and_alone, run_dir, settings, own, steps, block)
         remove_memory_states(run_id(run_dir))
         ratios[name] = paired_interval(found[name][LIVE], found[name][ALONE])
         advance()

@@ -38,8 +38,6 @@ __all__ = ["Kept", "LoggedSteps", "Rest", "StageLogs", "choose", "rest_of", "sta
 
 logger = logging.getLogger(__name__)
 
-_Operations = list[tuple[Operation, tuple[int, torch.Size, torch.dtype] | None]]
-
 LEAST = 2  # iterations; a failure loses at least as many
 _ALIGNED = 64
 _WHOLE = "all"
@@ -95,7 +93,6 @@ class StageLogs:
         self._off = False
         self._log = _Log(-1)  # of the iteration that runs
         self._reported: set[str] = set()
-        self._written: tuple[_Operations, str] = [], "[]"  # operations of a step, and their text; in the thread
 
     def keep(self, iterations: int) -> None:
         """Keep so many from now on; without it nothing is logged."""
@@ -122,11 +119,11 @@ class StageLogs:
         if plain is not None:
             log.plain[len(log.operations)] = plain
         if values is None:
-            log.operations.append((operation, None))
+            log.operations.append((vars(operation), None))
             return
         start = -(-log.end // _ALIGNED) * _ALIGNED
         log.end = start + values.nbytes
-        log.operations.append((operation, (start, values.shape, values.dtype)))
+        log.operations.append((vars(operation), (start, tuple(values.shape), dtype_name(values.dtype))))
         if slot is None or log.dropped:
             return
         if log.end > slot.file.bytes.numel():
@@ -202,24 +199,14 @@ class StageLogs:
                 self._drop(log, "something has written to a tensor after it was sent")
                 return None
             log.kept.clear()
-            scalars |= {"operations": self._text(log.operations), "plain": log.plain}
+            # As text: the training waits while this thread has Python, ten times as long for a tree of small lists.
+            scalars |= {"operations": json.dumps(log.operations), "plain": log.plain}
             return slot.file.prepare(
                 "upstream", Shard({}, {_WHOLE: slot.file.bytes}), iteration, encode(scalars, prefix=SCALARS), held=held
             )
         except Exception as error:  # noqa: BLE001 - training goes on without this log
             self._say(f"what this stage sent in iteration {iteration} is not logged: {error}")
             return None
-
-    def _text(self, operations: _Operations) -> str:
-        """The operations as text, made anew where they are others: the training waits while this thread has Python."""
-        known, text = self._written
-        if operations != known:
-            listed = [
-                (vars(operation), placed and (*placed[:2], dtype_name(placed[2]))) for operation, placed in operations
-            ]
-            text = json.dumps(listed)
-            self._written = operations, text
-        return text
 
     def _copy(self, slot: Slot, log: "_Log") -> Held:
         """Copy what the host has; in the engine's thread."""
@@ -281,7 +268,7 @@ class _Log:
 
     iteration: int
     end: int = 0
-    operations: _Operations = field(default_factory=list)
+    operations: list[tuple[dict[str, Any], tuple[int, tuple[int, ...], str] | None]] = field(default_factory=list)
     plain: dict[int, Any] = field(default_factory=dict)
     kept: list[tuple[int, torch.Tensor, int]] = field(default_factory=list)
     dropped: bool = False
