@@ -206,7 +206,7 @@ class Pace:
 
     def may_look(self) -> bool:
         """Whether a hint may be looked at for the first time: the first one may, others where that is earned."""
-        return not self._usual or self._is_earned(self._mark)
+        return not self._usual or (self._copying is None and self._is_earned(self._mark))
 
     def looked(self, seconds: float, size_bytes: int) -> None:
         """The first look at a hint has taken so long; a checkpoint there would have so many bytes."""

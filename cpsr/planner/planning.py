@@ -154,16 +154,19 @@ def preview(explanation: Mapping[str, Any], mtbf_hours: float, recovery_mode: Re
         return None
     recorded, bounds = dict(explanation["inputs"]), explanation["bounds"]
     phase, memory, recovery = (recorded.pop(name) for name in ("phase", "memory", "recovery"))
-    job = PlannerInputs(
-        **recorded
-        | {
-            "failures_per_second": 1 / (mtbf_hours * SECONDS_PER_HOUR),
-            "classes": {scope: FailureClass(**one) for scope, one in recorded["classes"].items()},
-            "phase": None if phase is None else PhaseInputs(**phase),
-            "memory": None if memory is None else MemoryTier(**memory),
-            "recovery": None if recovery is None else EndCostCurve(**recovery),
-        }
-    )
+    try:
+        job = PlannerInputs(
+            **recorded
+            | {
+                "failures_per_second": 1 / (mtbf_hours * SECONDS_PER_HOUR),
+                "classes": {scope: FailureClass(**one) for scope, one in recorded["classes"].items()},
+                "phase": None if phase is None else PhaseInputs(**phase),
+                "memory": None if memory is None else MemoryTier(**memory),
+                "recovery": None if recovery is None else EndCostCurve(**recovery),
+            }
+        )
+    except TypeError:  # another version has written it, which has other inputs
+        return None
     names = "interval_min_iterations", "interval_max_iterations", "predictable_interval_iterations"
     return make_plan(job, Limits(*(bounds[name] for name in names)), explanation["policy"], recovery_mode)
 

@@ -193,6 +193,21 @@ def test_every_hint_is_a_checkpoint_without_a_limit_and_a_call_that_goes_on_know
     assert later.due([(1, 1, None), (2, 2, 3)])
 
 
+def test_a_hint_is_not_looked_at_while_the_cost_of_a_checkpoint_is_not_known_yet() -> None:
+    clock = Clock()
+    pace = Pace(0.1, COST, clock)
+    pace.looked(0.0, 0)
+    clock.now += 1.01 * COST / 0.1
+    assert pace.due([])
+    pace.copied(0.0)
+    assert not pace.due([])
+    assert not pace.may_look()
+    pace.written(COST, WRITE)
+    clock.now += 3 * COST / 0.1
+    assert pace.due([])
+    assert pace.may_look()
+
+
 def test_a_call_that_has_gone_on_places_among_the_hints_that_are_left() -> None:
     arrivals = list(nested(4, 50, 0.02, 0.02, known=True))
     at, clock = 4 * 51 // 3, Clock()

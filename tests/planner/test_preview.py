@@ -67,6 +67,12 @@ def test_another_rate_is_planned_as_if_it_were_measured(mtbf_hours: float) -> No
     assert changed.interval_iterations == expected.interval_iterations
 
 
+def test_a_plan_of_another_version_has_no_preview() -> None:
+    explanation = stored(make_plan(inputs(), LIMITS).explanation)
+    explanation["inputs"]["recovery"] = {"mean": [1.0, 0.5, 0.1], "covariance": [], "source": "the prior"}
+    assert preview(explanation, 2.0, "auto") is None
+
+
 @pytest.mark.parametrize(
     "explanation",
     [

@@ -116,7 +116,7 @@ def fit_curves(
     return Curves(
         iteration,
         _failures(reader, config, reported),
-        Counter(one.outcome for one in recoveries if "context" in one.settings),  # of an exact restart: none
+        Counter(one.outcome for one in recoveries if _was_predicted(one)),
         _lost_share(recoveries),
         statistics.median(predicted) if predicted else 0.0,
         _loss(reader, iteration),
@@ -257,6 +257,12 @@ def _lost_share(recoveries: Iterable[RecoveryRow]) -> float:
     """
     shares = [1.0, *filter(None, (_share(row) for row in recoveries))]
     return sum(shares) / len(shares)
+
+
+def _was_predicted(recovery: RecoveryRow) -> bool:
+    """Whether a state was predicted, kept or not; a forecast may also have been too dear."""
+    asked = "context" in recovery.settings
+    return asked and (recovery.outcome == "vetoed" or recovery.method == recovery.settings.get("method"))
 
 
 def _share(recovery: RecoveryRow) -> float | None:

@@ -80,6 +80,24 @@ def test_all_curves_of_a_run(journal: Journal) -> None:
     assert [kind for kind, _ in found.to_rows()] == ["failure_rate", "loss", "predictor"]
 
 
+def test_a_restart_that_found_a_prediction_too_dear_is_none_that_was_kept(journal: Journal) -> None:
+    for number, (method, outcome) in enumerate([("line", "kept"), ("exact", "vetoed"), ("exact", "kept")]):
+        journal.record(
+            RecoveryRow(
+                id=str(number),
+                life=number,
+                failure_iteration=90,
+                checkpoint_iteration=50,
+                restored_iteration=90 if method == "line" else 50,
+                method=method,
+                requested_mode="auto",
+                settings={"method": "line", "context": {"interval_iterations": 50.0}},
+                outcome=outcome,  # type: ignore[arg-type]
+            )
+        )
+    assert fitted(journal).outcomes == {"kept": 1, "vetoed": 1}
+
+
 def test_what_cannot_be_fitted_is_left_out(journal: Journal) -> None:
     journal.record(*[step(1, None), step(2, float("nan")), step(3, -1.0), step(4, 2.0)])
     assert journal.flush(20.0)
