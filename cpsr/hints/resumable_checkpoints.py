@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -189,7 +190,8 @@ class KeptCheckpoints:
         """Remove checkpoints, the oldest first, and what none of the others lists."""
         self._store.refuse_superseded()
         for number in numbers:
-            remove_tree(self._store.directory_of(number))
+            with suppress(FileNotFoundError):  # it is gone already
+                remove_tree(self._store.directory_of(number))
         del self._committed[: len(numbers)]
         remove_unlisted(self._store.directory)
 

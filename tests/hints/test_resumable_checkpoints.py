@@ -8,6 +8,7 @@ import torch
 
 from cpsr.benchmarks.harness.checkpoint_files import small_state_file
 from cpsr.checkpoint.commit import SupersededError
+from cpsr.checkpoint.files import remove_tree
 from cpsr.checkpoint.manifest import step_name
 from cpsr.errors import RunDirectoryError
 from cpsr.hints.resumable_checkpoints import KeptCheckpoints
@@ -46,6 +47,16 @@ def test_a_checkpoint_holds_what_was_when_it_began_whatever_changes_while_it_is_
     assert saved["tensor"].eq(8).all()
     assert (saved["array"] == 8).all()
     assert saved["rows"] == [[8]]
+
+
+def test_a_checkpoint_that_is_gone_already_keeps_no_other_one_from_being_removed(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    with opened(tmp_path) as call:
+        for total in range(1, 7):
+            call.save({"total": total}).result()
+            if total == 2:
+                remove_tree(checkpoints / step_name(1))
+        assert sorted(path.name for path in checkpoints.glob("step-*")) == [step_name(5), step_name(6)]
 
 
 def test_an_older_call_learns_from_its_next_checkpoint_that_a_newer_one_has_begun(tmp_path: Path) -> None:
