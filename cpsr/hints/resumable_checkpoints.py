@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -84,14 +84,18 @@ class KeptCheckpoints:
         self.first_seconds = _OPENINGS * (time.thread_time() - began)
         self._next = 1
         self._committed: list[int] = []
-        self._thread = ThreadPoolExecutor(1, "cpsr-resumable")
         self._writing: Future[Written] | None = None
+        self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "KeptCheckpoints":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._thread.shutdown()
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
 
     def _require_same_call(self, run_dir: Path) -> None:
         """Compare the call with that of the newest checkpoint that can be read; all of a directory are of one."""
@@ -151,9 +155,19 @@ class KeptCheckpoints:
         if self._writing is not None:
             self._writing.result()
         encoded = encode({**content, "identity": self._identity}, prefix=SCALARS)
-        self._writing = self._thread.submit(self._write, self._next, encoded)
+        writing: Future[Written] = Future()
+        # No executor: it takes no more work once the main thread has ended, while a function in another goes on.
+        thread = threading.Thread(target=self._fulfil, args=(writing, self._next, encoded), name="cpsr-resumable")
+        thread.start()
+        self._writing, self._thread = writing, thread
         self._next += 1
-        return self._writing
+        return writing
+
+    def _fulfil(self, writing: Future[Written], number: int, encoded: tuple[Any, dict[str, torch.Tensor]]) -> None:
+        try:
+            writing.set_result(self._write(number, encoded))
+        except BaseException as error:  # noqa: BLE001 - raised where the function waits, or asks
+            writing.set_exception(error)
 
     def _write(self, number: int, encoded: tuple[Any, dict[str, torch.Tensor]]) -> Written:
         began, processor = time.perf_counter(), time.thread_time()
@@ -173,7 +187,7 @@ class KeptCheckpoints:
 
     def clear(self) -> None:
         """Remove all checkpoints, the newest last: the function has returned, and its next call begins anew."""
-        self._thread.shutdown()
+        self._wait()
         try:
             self._store.refuse_superseded()
             for aside in scan(self._store.directory).asides:

@@ -50,6 +50,13 @@ def result(process: "subprocess.Popen[str]") -> list[str]:
     return output.splitlines()[-1].split()[1:]
 
 
+def test_a_function_in_a_thread_goes_on_after_the_main_thread_has_ended(tmp_path: Path) -> None:
+    *body, last = COUNTING.splitlines()
+    path = tmp_path / "count.py"
+    path.write_text("\n".join([*body, "import threading", f"threading.Thread(target=lambda: {last}).start()"]))
+    assert result(started(path, tmp_path / "run", pause=0.01)) == ["435"]
+
+
 TEXT = """
 from cpsr.hints import resumable
 import pathlib, time
