@@ -9,6 +9,7 @@ A device makes checksums of what another rank copies, where it lies. Between che
 of each, by which a restart joins only what belongs together.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
@@ -62,8 +63,8 @@ class Replicas:
         self._operators: dict[str, OperatorState] = {}
         self._tensors: dict[str, list[torch.Tensor]] = {}  # of each part, as integers
         self._chunks: dict[str, list[list[torch.Tensor]]] = {}
-        self._sampled: list[Any] = []  # views
-        self._counts: list[tuple[str, int]] = []  # part and number of elements
+        self._sampled: list[list[Any]] = []  # views, by size: a GPU joins others tensor by tensor
+        self._counts: list[tuple[str, int]] = []  # part and number of elements, by size likewise
         self._factors: tuple[torch.Tensor, ...] = ()
 
     def samples(self, shard: Shard, parts: Parts) -> Callable[[], dict[str, str]]:
@@ -74,9 +75,10 @@ class Replicas:
         self._look(shard, parts)
         if not self._sampled:
             return dict
-        on_host = isinstance(self._sampled[0], numpy.ndarray)
-        packed = numpy.concatenate(self._sampled) if on_host else to_host(torch.cat(self._sampled))
-        return partial(_hashed, packed, self._counts, xxhash.xxh3_64)
+        on_host = isinstance(self._sampled[0][0], numpy.ndarray)
+        join: Callable[[list[Any]], Any] = numpy.concatenate if on_host else torch.cat
+        packed = join([join(alike) for alike in self._sampled])
+        return partial(_hashed, packed if on_host else to_host(packed), self._counts, xxhash.xxh3_64)
 
     def checksums(self, shard: Shard, parts: Parts, names: Collection[str]) -> Callable[[], dict[str, str]]:
         """Each of these operators -> xxh3-128 of the `sums` of its whole part, in hexadecimal.
@@ -114,27 +116,30 @@ class Replicas:
         if shard.operators is self._operators:
             return
         self._operators, self._tensors, self._chunks = shard.operators, {}, {}
-        self._sampled, self._counts = [], []
         for name, one in shard.operators.items():
             if (part := parts.of(name)) != REST:
                 self._tensors.setdefault(part, []).extend(map(integers_of, _tensors(one)))
-        for part, tensors in self._tensors.items():
-            some = [one[:: max(1, len(one) // SAMPLED_ELEMENTS)] for one in tensors]
-            self._counts.append((part, sum(map(len, some))))
-            self._sampled += [one if one.is_cuda else one.numpy() for one in some]
+        by_size: dict[int, tuple[list[Any], Counter[str]]] = {}
+        for part, values in ((part, values) for part, tensors in self._tensors.items() for values in tensors):
+            views, counts = by_size.setdefault(values.element_size(), ([], Counter()))
+            some = values[:: max(1, len(values) // SAMPLED_ELEMENTS)]
+            views.append(some if some.is_cuda else some.numpy())
+            counts[part] += len(some)
+        self._sampled = [by_size[size][0] for size in sorted(by_size)]
+        self._counts = [found for size in sorted(by_size) for found in by_size[size][1].items()]
 
 
 def _tensors(operator: OperatorState) -> list[torch.Tensor]:
     return [operator.parameter.values, *(operator.moments[key] for key in sorted(operator.moments))]
 
 
-def _hashed(rows: Any, counts: Iterable[tuple[str, int]], kind: Callable[[Any], Any]) -> dict[str, str]:
-    """Part -> hash of its rows; those of each part follow those of the one before."""
-    content, at, found = numpy.asarray(rows), 0, dict[str, str]()
+def _hashed(rows: Any, counts: Iterable[tuple[str, int]], kind: Callable[[], Any]) -> dict[str, str]:
+    """Part -> hash of its rows, which follow those before them."""
+    content, at, states = numpy.asarray(rows), 0, dict[str, Any]()
     for part, count in counts:
-        found[part] = kind(content[at : at + count].data).hexdigest()
+        states.setdefault(part, kind()).update(content[at : at + count].data)
         at += count
-    return found
+    return {part: state.hexdigest() for part, state in states.items()}
 
 
 def _in_chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

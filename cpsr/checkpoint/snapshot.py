@@ -185,11 +185,11 @@ class SnapshotPool:
         if not snapshot.disk:
             return
         if self.engine.copies_weights_on_device:
-            snapshot.state_hashes = self._replicas.checksums(
-                shard, parts, contents.replicated.keys() - contents.carried
-            )
+            taken = contents.replicated.keys() - contents.carried
+            snapshot.state_hashes = self._replicas.checksums(shard, parts, taken)
         else:
-            snapshot.state_hashes = {name: state_hash(shard.operators[name]) for name in contents.left}
+            left = contents.left - contents.carried
+            snapshot.state_hashes = {name: state_hash(shard.operators[name]) for name in left}
         if snapshot.lacking and (moments := contents.without_experts(shard).second_moments()) is not None:
             snapshot.second_moments = to_host(moments)
 

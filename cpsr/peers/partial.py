@@ -107,7 +107,7 @@ class Sending:
         Raises:
             CheckpointError: the snapshot is not there any more.
         """
-        slot, self._next = self._slots.pop(name, None), None
+        slot, self._next, self._bytes = self._slots.pop(name, None), None, whole.size
         if self._experts is None or (state := whole.described()).kind != "snapshot":
             return whole
         self._bytes = _bytes_of(state, state.spans())
@@ -125,7 +125,7 @@ class Sending:
         changed = [number for number, digest in enumerate(digests) if digest and digest != slot.digests[number]]
         experts = {parts[number] for number in changed} & slot.taken_at.keys() & {*self._experts.units.values()}
         left_out = self._left_out(state, slot, experts, changed)
-        sent = [number for number in changed if parts[number] not in left_out]
+        sent = {number for number in changed if parts[number] not in left_out}
         for number, part in enumerate(parts):
             if part in left_out:
                 now.digests[number] = slot.digests[number]

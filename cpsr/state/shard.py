@@ -112,7 +112,7 @@ class Shard:
         """
         stride = max(1, self.parameters // SAMPLED_MOMENTS)
         sampled = [
-            operator.moments["exp_avg_sq"][::stride]
+            operator.moments["exp_avg_sq"][::stride].float()  # nothing joins float8 with other types
             for operator in self.operators.values()
             if "exp_avg_sq" in operator.moments
         ]
