@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery
 from cpsr.checkpoint.arena import Arena
+from cpsr.checkpoint.memory_states import SHARED_MEMORY
 from cpsr.checkpoint.run_directory import run_id
 from tests.recovery.job import LifeOptions
 from tests.recovery.worker import final_state, initialize_ranks, seed
@@ -32,7 +33,8 @@ class Options(LifeOptions):
         zero, precision, micro_batches, stages: of the engine.
         killed: rank -> the iteration after which it kills itself, once `awaited` is there.
         awaited: a window of every rank that begins with this iteration, or a later one.
-        pause_seconds: it also waits so long, for what the others have still to receive.
+        received: another machine must have a window of it that begins with this iteration, or a later one, too.
+        step_seconds: how much longer each step takes: in short ones few windows are sent.
         noisy: a rank whose layers give something else in this life.
         evaluates: an iteration after which the loop evaluates.
         averages: the loop registers an average of its stage's weights.
@@ -44,7 +46,8 @@ class Options(LifeOptions):
     stages: int = 3
     killed: dict[int, int] = field(default_factory=dict)
     awaited: int = 0
-    pause_seconds: float = 0.0
+    received: int | None = None
+    step_seconds: float = 0.0
     noisy: int | None = None
     evaluates: int | None = None
     averages: bool = False
@@ -127,8 +130,9 @@ def train(
     while recovery.iteration < options.iterations:
         if recovery.iteration == options.killed.get(rank):
             await_window(Path(options.config["run_dir"]), options)
-            time.sleep(options.pause_seconds)
+            await_replica(Path(options.config["run_dir"]), rank, options.received)
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(options.step_seconds)
         loss = engine.train_batch(data)
         for name, values in average.items():  # of this step, whose state is saved when train_batch is called again
             values.lerp_(engine.module.get_parameter(name).detach(), 0.1)
@@ -151,5 +155,15 @@ def await_window(run_dir: Path, options: Options) -> None:
             ranks.setdefault(window.iteration, set()).add(window.rank)
         whole = [at for at, there in ranks.items() if len(there) == torch.distributed.get_world_size()]
         if any(at >= options.awaited for at in whole):
+            return
+        time.sleep(0.005)
+
+
+def await_replica(run_dir: Path, rank: int, first: int | None) -> None:
+    deadline = time.monotonic() + 20
+    arenas = [Arena(run_id(run_dir), node) for node in SHARED_MEMORY.parent.iterdir()]
+    while first is not None and time.monotonic() < deadline:
+        states = [state for arena in arenas for state in arena.list() if state.place == "replica"]
+        if any((state.rank, state.kind) == (rank, "window") and state.iteration >= first for state in states):
             return
         time.sleep(0.005)

@@ -147,7 +147,7 @@ def test_a_kill_during_the_replay_and_after_it_repeats_it(
 def test_a_lost_machine_replays_a_window_that_another_had_while_the_others_rest(
     launch: Callable[..., Ended], uninterrupted: Callable[..., Ended], tmp_path: Path
 ) -> None:
-    launch(killed={1: 22}, pause_seconds=2.0, nodes=["a", "b", "c"])
+    launch(killed={1: 22}, received=9, step_seconds=0.2, nodes=["a", "b", "c"])
     shutil.rmtree(tmp_path / "killed" / "memory" / "b")
     back = launch(nodes=["a", "d", "c"])
     assert "stages 0, 2 have the state of iteration 22 and rest" in back.output[0]
