@@ -32,8 +32,8 @@ __all__ = ["Resumable", "resumable"]
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
-# Of the allowance. The rest pays for what is not measured: at a hint the function may lose the interpreter to the thread
-# that writes, and find its memory out of the processor's caches.
+# Of the allowance. The rest pays for what is not measured: at a hint the function may lose the interpreter to the
+# thread that writes, and find its memory out of the processor's caches.
 _PLANNED = 0.95
 _CHANGEABLE = (
     *(list, dict, set, bytearray, torch.Tensor, numpy.ndarray, nn.Module, torch.optim.Optimizer, Iterator),
