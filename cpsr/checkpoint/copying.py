@@ -130,9 +130,7 @@ def _piece(pairs: Sequence[Piece]) -> _HostPiece:
 
 def _split(target: torch.Tensor, source: torch.Tensor, elements: int) -> list[Piece]:
     """The same copy in pieces of at most so many elements."""
-    into, values = target.view(-1), source.view(-1)
-    starts = range(0, values.numel(), elements)
-    return [(into[start : start + elements], values[start : start + elements]) for start in starts]
+    return [*zip(torch.split(target.view(-1), elements), torch.split(source.view(-1), elements), strict=True)]
 
 
 def _bytes(tensor: torch.Tensor) -> int:

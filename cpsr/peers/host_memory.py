@@ -88,7 +88,7 @@ class HostMemory:
         units: Mapping[str, str] | None = None,
         experts: "InMemory | None" = None,
         *,
-        alike: bool = True,
+        alike: bool,
     ) -> None:
         run, group, shard, config, report = job.run, job.group, job.shard, job.config, job.journal.event
         self._run = run
