@@ -11,6 +11,8 @@ MEASURED_COPIES = 8  # bandwidth and overlap are medians of this many
 MEASURED_STEPS = 16  # beside much, and beside little
 ENOUGH_STEPS = 8
 LONGER = 0.02  # of a step: so much longer copies may make it
+STANDARD_ERRORS = 2.5  # a smaller difference may be chance
+SPREAD = 1.858  # standard error of the median of some values over their median distance from it, times their root
 
 
 class CopyBudget:
@@ -39,7 +41,7 @@ class CopyBudget:
 
 
 class Lengthening:
-    """How much longer steps get by the bytes that are copied beside them, on the clock of the training thread.
+    """How much longer steps get beyond chance by the bytes that are copied beside them, on the training thread's clock.
 
     The median step beside much is compared with the one beside little. A step lasts from the begin of a snapshot to
     that of the next; of several in between, each has its part of time and bytes. What a snapshot costs whatever it
@@ -71,4 +73,9 @@ class Lengthening:
         medians = [[*map(statistics.median, zip(*steps, strict=True))] for steps in self._steps]
         (little_seconds, little_bytes), (much_seconds, much_bytes) = medians
         longer, more = much_seconds - little_seconds, much_bytes - little_bytes
-        return LONGER * little_seconds * more / longer if longer > 0 and more > 0 else math.inf
+        errors = [
+            SPREAD * statistics.median(abs(seconds - middle) for seconds, _ in steps) / math.sqrt(len(steps))
+            for steps, (middle, _) in zip(self._steps, medians, strict=True)
+        ]
+        is_longer = longer > STANDARD_ERRORS * math.hypot(*errors)
+        return LONGER * little_seconds * more / longer if is_longer and more > 0 else math.inf

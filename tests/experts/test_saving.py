@@ -3,12 +3,14 @@
 import json
 import logging
 import math
+import random
 import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -24,7 +26,8 @@ from cpsr.engines import TorchAdapter
 from cpsr.engines.moe.operators import ModelOperators
 from cpsr.engines.moe.token_counts import HookedTokenCounts, MixtureOfExperts, ModuleMixture, RoutingLayer
 from cpsr.errors import ConfigError
-from cpsr.experts.in_memory import Agreed, InMemory
+from cpsr.experts.copy_budget import Lengthening
+from cpsr.experts.in_memory import TEN, UNLIKE, Agreed, InMemory
 from cpsr.experts.routed import RoutedTokens
 from cpsr.experts.saving import ExpertSaving, policy_named
 from cpsr.qualify.conformance import Recorder
@@ -310,6 +313,25 @@ class TestInMemory:
 
 
 class TestBudgets:
+    @pytest.mark.parametrize("spread", [0.1, 0.3])
+    def test_steps_that_differ_by_chance_leave_no_expert_out(
+        self, spread: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        drawn, now = random.Random(0), [0.0]
+        monkeypatch.setattr("cpsr.experts.copy_budget.time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+        def budget(longer: float) -> float:
+            found = Lengthening()
+            for place in range(40):
+                much = place // TEN % 2 == 1
+                found.begin(place, much if place % TEN >= UNLIKE else None)
+                found.moved(1000 if much else 100)
+                now[0] += drawn.lognormvariate(0.0, spread) + longer * much
+            return found.bytes
+
+        assert sum(budget(0.0) < 1000 for _ in range(200)) < 10
+        assert sum(budget(1.0) < 100 for _ in range(200)) > 190
+
     def test_as_many_as_the_disk_takes_once_it_was_measured(self) -> None:
         job = Job((4,), policy="moetion")
         job.save(whole=True)
