@@ -10,7 +10,7 @@ of each, by which a restart joins only what belongs together.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -30,7 +30,10 @@ __all__ += ["refuse_drifted", "state_hash", "sums"]
 # Of each tensor. Ranks begin to share when a commit has found all of it equal.
 SAMPLED_ELEMENTS = 12
 WORD_BYTES = 4
-WORDS_AT_ONCE = 1 << 20  # with their products 20 MiB of the device's memory
+WORDS_AT_ONCE = 1 << 20
+# Of so many words. Their products take 256 MiB of the device. A device queues some thousand operations before the host
+# has to wait for it: with these, a thousand are some 30 GiB of state.
+ROWS_AT_ONCE = 16
 
 
 class DriftedError(SaveError):
@@ -93,8 +96,9 @@ class Replicas:
         chunks = [chunk for part in wanted for chunk in self._chunks[part]]
         if not chunks:
             return dict
-        found = to_host(torch.stack([sums(torch.cat(chunk), self._factors_on(chunk[0])) for chunk in chunks]))
-        counts = [(part, len(self._chunks[part])) for part in wanted]
+        made = [sums(_joined(chunk), self._factors_on(chunk[0])).view(-1, 2) for chunk in chunks]
+        found = to_host(torch.cat(made))
+        counts = [(part, sum(map(_rows, self._chunks[part]))) for part in wanted]
 
         def by_operator() -> dict[str, str]:
             of_part = _hashed(found, counts, xxhash.xxh3_128)
@@ -143,28 +147,39 @@ def _hashed(rows: Any, counts: Iterable[tuple[str, int]], kind: Callable[[], Any
 
 
 def _in_chunks(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """The elements of flat tensors, in their order, at most `WORDS_AT_ONCE` together."""
+    """The elements of flat tensors: several rows of `WORDS_AT_ONCE` of one tensor, or what joins to a row at most."""
     chunk, words = list[torch.Tensor](), 0
     for one in tensors:
-        for piece in torch.split(one, WORDS_AT_ONCE):
-            if chunk and words + len(piece) > WORDS_AT_ONCE:
-                yield chunk
-                chunk, words = [], 0
-            chunk.append(piece)
-            words += len(piece)
+        count = len(one) // WORDS_AT_ONCE
+        rows, rest = one[: count * WORDS_AT_ONCE], one[count * WORDS_AT_ONCE :]
+        if count:
+            yield from ([piece] for piece in torch.split(rows.view(count, WORDS_AT_ONCE), ROWS_AT_ONCE))
+        if words + len(rest) > WORDS_AT_ONCE:
+            yield chunk
+            chunk, words = [], 0
+        chunk.append(rest)
+        words += len(rest)
     yield chunk
 
 
+def _joined(chunk: Sequence[torch.Tensor]) -> torch.Tensor:
+    return chunk[0] if len(chunk) == 1 else torch.cat(list(chunk))
+
+
+def _rows(chunk: Sequence[torch.Tensor]) -> int:
+    return len(chunk[0]) if chunk[0].dim() == 2 else 1
+
+
 def sums(words: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Two checksums of at most `WORDS_AT_ONCE` integers of at most 32 bits: by `factors`, modulo 2^64.
+    """Two checksums of each row of at most `WORDS_AT_ONCE` integers of at most 32 bits: by `factors`, modulo 2^64.
 
     They are the same on each device, whatever the order of its additions. A change of one word alone always changes
     both: it is less than 2^32 in size, and an odd number times that is no multiple of 2^64. Any other change leaves
     both as they were for 2^-64 of all factors, or fewer. Let 2^v divide all differences, with v < 32, and one of them
     no further: its product has 2^(63-v) values, by the factor, and one of them cancels all other products.
     """
-    products: torch.Tensor = words * factors[:, : len(words)]
-    return products.sum(1)
+    products: torch.Tensor = words.unsqueeze(-2) * factors[:, : words.shape[-1]]
+    return products.sum(-1)
 
 
 @cache

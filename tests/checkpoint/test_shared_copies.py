@@ -28,7 +28,7 @@ from cpsr.ranks.group import Group
 from cpsr.replay.stages import _kept
 from cpsr.restart.experts import load_nearer_experts
 from cpsr.restart.sources import MemorySources
-from cpsr.state.shard import OperatorState, Shard
+from cpsr.state.shard import OperatorState, ParamSlice, Shard
 from tests.checkpoint.conftest import assert_same_bits, make_shard
 from tests.stand_in_device import StandInDevice, stand_in_device
 
@@ -435,3 +435,30 @@ def test_a_rank_copies_what_it_writes(machine: Machine) -> None:
     contents = machine.contents(0)
     with pytest.raises(ValueError, match="copies what it writes"):
         replace(contents, writers={})
+
+
+@pytest.mark.parametrize("sizes", [(37, 5), (19, 35), (32, 3)])
+def test_checksums_show_one_bit_wherever_it_is_in_large_tensors(
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]
+) -> None:
+    """Several rows of one tensor are summed together, and small tensors join to one row."""
+    monkeypatch.setattr(replicated, "WORDS_AT_ONCE", 4)
+    monkeypatch.setattr(replicated, "ROWS_AT_ONCE", 3)
+    tensors = [torch.arange(size, dtype=torch.float32) for size in sizes]
+    operators = {
+        str(place): OperatorState(str(place), ParamSlice(one, (len(one),), 0), {}, 1)
+        for place, one in enumerate(tensors)
+    }
+    parts = Parts((), 0, dict.fromkeys(operators, "one"))
+
+    def checksum() -> str:
+        return Replicas().checksums(Shard(operators), parts, operators)()["0"]
+
+    found = {checksum()}
+    for one in tensors:
+        words = one.view(torch.int32)
+        for place in range(len(one)):
+            words[place] ^= 1
+            found.add(checksum())
+            words[place] ^= 1
+    assert len(found) == 1 + sum(sizes)
