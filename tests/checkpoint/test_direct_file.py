@@ -53,10 +53,10 @@ def write_runs(path: Path, *runs: Bytes) -> bool:
 def read(path: Path, piece_bytes: int = PIECE_BYTES) -> bytes:
     descriptor = open_direct(path, os.O_RDONLY)
     try:
-        buffer, found = block_buffer(piece_bytes), b""
+        buffer, found = block_buffer(piece_bytes), bytearray()
         while count := read_at(descriptor, buffer, len(found), piece_bytes):
-            found += bytes(buffer[:count])
-        return found
+            found += buffer[:count].tobytes()
+        return bytes(found)
     finally:
         os.close(descriptor)
 

@@ -146,7 +146,7 @@ def test_a_rank_cannot_tell_a_fork_from_a_fresh_start(
         assert [(name, value, warm[name]) for name, value in fresh.items() if warm[name] != value] == []
         assert of_warm["parent"] == launcher
     noted_there = [noted(tmp_path, start, rank)[1] for start in range(2) for rank in range(2)]
-    assert [one.pop("warm") for one in noted_there] == [False, False, True, True]
+    assert [one.pop("warm") for one in noted_there] == [False, False, True, True], launched.output
     for name in ("file", "random", "numpy", "sympy", "torch", "torch seed", "authkey", "seed", "pid"):
         assert len({one[name] for one in noted_there}) == 4, name
 
