@@ -225,7 +225,7 @@ if rank == 1:
     def refusing(*_):
         raise OSError("the memory cannot be listed")
     arena_module.Arena.list = refusing
-replicator = opened(states, replicas=1)
+replicator = opened(states, replicas=1, timeout_seconds=10.0)  # its end waits so long for the holder
 if rank == 0:
     replicator.offer(states.image(10))
     until(lambda: events)
