@@ -202,12 +202,12 @@ def test_a_rescued_state_has_the_frozen_weights_of_a_checkpoint(job: Job) -> Non
 def test_blocks_are_rescued(job: Job) -> None:
     """Two ranks share the tensors by columns, and two others hold the same: one pair goes on."""
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, "kind": "tp", "batch_size": 12}
-    killed = job.launch(ranks=4, iterations=9, fault="step:1:6", in_memory=5, **options)
+    killed = job.launch(ranks=4, iterations=9, fault="step:1:6", in_memory=3, **options)
     assert killed.statuses[1] == -9, killed.output
     back = job.launch(ranks=2, iterations=8, survivor_seconds=60.0, **options)
     assert set(back.statuses) == {0}, back.output[0][-3000:]
     at = back.result()["started"]["iteration"]
-    assert at in (5, 6)
+    assert at in range(3, 7)  # of four ranks on a busy machine some skip snapshots, each others
     expected = Job(job.directory / "again").launch(ranks=4, iterations=at, **options)
     for rank in range(2):
         assert back.result(rank)["started"]["state"] == expected.result(rank)["ended"]["state"]
@@ -276,12 +276,12 @@ def test_a_later_failure_is_predicted_from_what_another_number_of_ranks_saved(jo
 
 def test_what_ranks_of_a_machine_have_copied_between_them_is_rescued(job: Job) -> None:
     options: dict[str, Any] = {"worker": WORKER, "settings": IN_MEMORY, **ENGINES["ddp"]}
-    killed = job.launch(ranks=4, iterations=9, fault="step:all:6", in_memory=5, **options)
+    killed = job.launch(ranks=4, iterations=9, fault="step:all:6", in_memory=3, **options)
     assert set(killed.statuses) == {-9}, killed.output
     back = job.launch(ranks=3, iterations=8, survivor_seconds=60.0, **options)
     assert set(back.statuses) == {0}, back.output[0][-3000:]
     started = back.result()["started"]
-    assert started["iteration"] in (5, 6)
+    assert started["iteration"] in range(3, 7)
     expected = Job(job.directory / "again").launch(ranks=4, iterations=started["iteration"], **options)
     assert started["whole"] == expected.result()["ended"]["whole"]
     assert verify_run(job.run_dir) == []
