@@ -300,9 +300,7 @@ class WriteWatch:
         self._elements, self._rows = [], []
         for one in held:
             if not one.values.is_cuda:
-                integers, row = (
-                    integers_of(one.values).numpy(),
-                    one.global_shape[-1] if len(one.global_shape) > 1 else 1,
-                )
+                integers = integers_of(one.values).numpy()
+                row = one.global_shape[-1] if len(one.global_shape) > 1 else 1
                 self._elements.append(integers[len(integers) // 2 :][:1].data)
                 self._rows.append(integers[:: max(1, row, len(integers) // ROWS_MAX)])

@@ -233,10 +233,10 @@ class MemoryState:
             raise CheckpointError(f"the header of {self.path} is damaged: {error}") from error
 
     def spans(self, segments: Collection[int] | None = None) -> list[tuple[int, int]]:
-        """Of its file behind the header, first bytes and those after the last: of segments, and of what follows them.
+        """First byte, and the one after the last, of the stretches of its file with these segments; then of its end.
 
         Args:
-            segments: by their numbers; None: all that it has, and not what other ranks hold.
+            segments: by their numbers; None: all but those that other ranks hold.
 
         Raises:
             CheckpointError: the header is damaged.
@@ -245,7 +245,8 @@ class MemoryState:
         try:
             known = zip(json.loads(self.index["segments"]), json.loads(self.index["hashes"]), strict=True)
             for number, ((begin, end), digest) in enumerate(known):
-                if digest if segments is None else number in segments:
+                wanted = bool(digest) if segments is None else number in segments
+                if wanted:
                     begin = found.pop()[0] if found and found[-1][1] == first + begin else first + begin
                     found.append((begin, first + end))
         except NO_HEADER as error:

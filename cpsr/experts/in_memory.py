@@ -188,7 +188,9 @@ class InMemory:
         self._due += 1
         self._much = much if is_compared and self._due > self._unlike_until else None
         self._lengthening.begin(iteration, self._much)
-        return wanted if not is_compared else self._most_bytes if much else 1.0
+        if not is_compared:
+            return wanted
+        return self._most_bytes if much else 1.0
 
     def left_out(self, iteration: int) -> frozenset[str]:
         """Operators of this rank that the snapshot of this iteration does not copy; all ranks ask for the same ones."""

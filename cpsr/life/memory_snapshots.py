@@ -24,7 +24,8 @@ STALLS = 1000  # that are remembered
 # Told that a copy of this iteration does not begin, and why; None: no buffer is free.
 Refused = Callable[[int, SaveError | UnsupportedEngineError | None], None]
 MEASURED_ITERATIONS = 10  # with a copy: then enough were measured, and the first checkpoint may be far away
-COMPARED_ITERATIONS = 62  # then steps beside much to copy were compared with steps beside little
+# Then `cpsr.experts.in_memory` has compared steps beside much to copy and beside little, in five tens after these.
+COMPARED_ITERATIONS = 62
 
 
 class MemorySnapshots:

@@ -203,7 +203,7 @@ class Saver:
             self.memory.complete(snapshot)
 
     def _skip(self, iteration: int, error: SaveError | UnsupportedEngineError | None) -> None:
-        """Report that a checkpoint cannot be taken, or, without an error, that no buffer is free.
+        """Report why a checkpoint is not taken: the error, or that no buffer is free.
 
         Raises:
             UnsupportedEngineError: no later one could be taken either, and the mode is exact.

@@ -15,10 +15,10 @@ from cpsr.checkpoint.memory_states import REPLICAS
 from cpsr.checkpoint.saved import fingerprint
 from cpsr.checkpoint.writer import yield_to_training
 from cpsr.errors import CheckpointError, SaveError
-from cpsr.peers.alike import SmallStates
 from cpsr.peers.partial import Sending
 from cpsr.peers.peer import Peer, answer
 from cpsr.peers.placement import Member, place_within
+from cpsr.peers.small_states import SmallStates
 from cpsr.peers.transport import PEER_SECONDS, Channel, Kind, Message
 from cpsr.ranks.group import Group, pair_groups
 from cpsr.state.shard import Shard

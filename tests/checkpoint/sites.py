@@ -55,7 +55,7 @@ class Place(Protocol):
         """Every slab that was put or sealed whole; by its own word, nothing is verified."""
 
     def put(self, name: str, image: Image) -> object:
-        """Keep a slab under this name, in place of the one that has it; what is torn or damaged never lists.
+        """Keep a slab under this name, in place of the one that has it. `list` never shows a torn or damaged one.
 
         Raises:
             CheckpointError: the image ended early, or its hashes do not hold, or it is of another run or rank.

@@ -28,7 +28,7 @@ from cpsr.checkpoint.memory_states import (
 from cpsr.checkpoint.snapshot import SnapshotPool
 from cpsr.engines.stage_operations import Operation
 from cpsr.errors import CheckpointError
-from cpsr.peers.alike import SmallStates
+from cpsr.peers.small_states import SmallStates
 from cpsr.replay.recorder import Recorder
 from cpsr.replay.schedule import WindowLayout
 from cpsr.replay.stages import StageLogs

@@ -8,7 +8,7 @@ import torch
 from cpsr.checkpoint.arena import Arena
 from cpsr.checkpoint.memory_states import load_states
 from cpsr.errors import CheckpointError
-from cpsr.peers.alike import SmallStates
+from cpsr.peers.small_states import SmallStates
 from tests.peers.states import RUN_ID, States, shard
 
 ELEMENTS = 100
