@@ -26,12 +26,12 @@ from cpsr.benchmarks.recovery.prior_fit import (
     recoveries_of,
 )
 from cpsr.benchmarks.recovery.run import train
+from cpsr.benchmarks.recovery.tasks import TASKS
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import CachedHistory, Run, Trajectory
 from cpsr.benchmarks.recovery.workload import (
     ITERATIONS,
     RATE_STEP,
-    TASKS,
     OptimizerName,
     Schedule,
     Workload,

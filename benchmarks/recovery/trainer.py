@@ -11,7 +11,8 @@ import xxhash
 from numpy.typing import NDArray
 from torch import nn
 
-from cpsr.benchmarks.recovery.workload import OptimizerName, Task, Workload
+from cpsr.benchmarks.recovery.tasks import Task
+from cpsr.benchmarks.recovery.workload import OptimizerName, Workload
 from cpsr.demo.device import CPU, CUDA
 from cpsr.errors import ConfigError
 

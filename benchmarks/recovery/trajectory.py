@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 
 from cpsr.benchmarks.harness.files import open_tensors, write_tensors
+from cpsr.benchmarks.recovery.tasks import Task
 from cpsr.benchmarks.recovery.trainer import State, Trainer
-from cpsr.benchmarks.recovery.workload import Task, Workload
+from cpsr.benchmarks.recovery.workload import Workload
 from cpsr.demo.device import CPU, describe_device
 from cpsr.errors import CPSRError
 from cpsr.predictor.protocol import HistoryEntry

@@ -12,13 +12,13 @@ import numpy
 from cpsr.benchmarks.harness.measurement import measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.ending import final_loss
+from cpsr.benchmarks.recovery.tasks import TASKS
 from cpsr.benchmarks.recovery.trajectory import Run
 from cpsr.benchmarks.recovery.workload import (
     ITERATIONS,
     OPTIMIZERS,
     RATE_STEP,
     SCHEDULES,
-    TASKS,
     OptimizerName,
     Schedule,
     Workload,

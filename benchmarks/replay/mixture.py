@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpsr.benchmarks.harness.ranks import become_rank, state_digest
-from cpsr.benchmarks.recovery.workload import BATCH_WINDOWS, GPTTask, scheduled_rate
+from cpsr.benchmarks.recovery.tasks import BATCH_WINDOWS, TextTask, gpt_task
+from cpsr.benchmarks.recovery.workload import scheduled_rate
 from cpsr.benchmarks.replay.in_turn import in_turn
 from cpsr.demo.model import GPTConfig
 
@@ -96,7 +97,7 @@ def train(part: Part, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(SEED)
     engine = engine_of(MixtureGPT(part.mixture, rank, ranks, SEED), BATCH_WINDOWS // ranks)
-    train_one = partial(_train, GPTTask(part.mixture.gpt), rank, ranks)
+    train_one = partial(_train, gpt_task(part.mixture.gpt), rank, ranks)
     loader: DataLoader[Any] = DataLoader(TensorDataset(torch.arange(part.iterations + part.paired_steps)))
     with CPSRRecovery(engine, part.config) as recovery, found_path(part.result, rank).open("w") as found:
 
@@ -134,7 +135,7 @@ def train(part: Part, rank: int, ranks: int) -> None:
     torch.distributed.destroy_process_group()  # or gloo's threads may abort the exit
 
 
-def _train(task: GPTTask, rank: int, ranks: int, engine: Any, index: int) -> None:
+def _train(task: TextTask, rank: int, ranks: int, engine: Any, index: int) -> None:
     """One step on this rank's part of the batch of that place."""
     for group in engine.optimizer.param_groups:
         group["lr"] = scheduled_rate("cosine", PEAK_LEARNING_RATE, engine.global_steps, SCHEDULE_ITERATIONS)

@@ -8,7 +8,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from torch import nn
 
-from cpsr.benchmarks.recovery.workload import SEED_STRIDE
+from cpsr.benchmarks.recovery.tasks import SEED_STRIDE
 from cpsr.benchmarks.replay.mixture import PEAK_LEARNING_RATE, Mixture
 from cpsr.demo.model import GPT
 

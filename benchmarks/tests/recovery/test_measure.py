@@ -22,9 +22,10 @@ from cpsr.benchmarks.recovery.methods import Failure, form
 from cpsr.benchmarks.recovery.result import Group, Sample, differences, mean_of, summarise
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.selection import FULL, QUICK, selection
+from cpsr.benchmarks.recovery.tasks import TASKS, gpt_task
 from cpsr.benchmarks.recovery.trainer import Trainer
 from cpsr.benchmarks.recovery.trajectory import Run, Trajectory
-from cpsr.benchmarks.recovery.workload import OPTIMIZERS, TASKS, WORKLOADS, GPTTask, OptimizerName, Workload
+from cpsr.benchmarks.recovery.workload import OPTIMIZERS, WORKLOADS, OptimizerName, Workload
 from cpsr.benchmarks.tests.recovery.tiny import METHODS, SELECTION, TINY, TinyTask, measured, one_thread
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
@@ -33,7 +34,7 @@ HORIZON = 40
 POINT = Point(interval=50, fraction=0.5, checkpoint=450, failure=488)
 WORTH = IterationWorth(2e-5, 1e-6, TINY.iterations)
 SHORT = dataclasses.replace(TINY, name="short", iterations=200)
-SMALL = Workload("small", lambda: GPTTask(GPTConfig(layers=3, heads=1, width=8, context=16)), "cosine", 1e-2, 100)
+SMALL = Workload("small", lambda: gpt_task(GPTConfig(layers=3, heads=1, width=8, context=16)), "cosine", 1e-2, 100)
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from cpsr.benchmarks.recovery.selection import Selection
-from cpsr.benchmarks.recovery.workload import FINAL_CHUNKS, Workload, batch_generator
+from cpsr.benchmarks.recovery.tasks import FINAL_CHUNKS, batch_generator
+from cpsr.benchmarks.recovery.workload import Workload
 
 INPUTS = 12
 METHODS = ("recompute", "stale", "line", "line-x2", "oracle")
