@@ -92,7 +92,7 @@ def _system(name: str, job: PlannerInputs, spec: SimulationSpec) -> System:
     recovery = Recovery()
     if plan.mode == "predict":
         assert job.recovery is not None  # or nothing is predicted
-        recovery = Recovery(job.recovery, job.predict_seconds, job.watch_iterations, job.lead_after_iterations)
+        recovery = Recovery(job.recovery, job.predict_seconds, job.watch_iterations)
     return System(name, checkpoints, recovery, plan.mode or "")
 
 

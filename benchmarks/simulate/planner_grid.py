@@ -19,7 +19,6 @@ from cpsr.benchmarks.simulate.simulation import (
 )
 from cpsr.planner.inputs import Limits, Mode, PlannerInputs, bounds_of
 from cpsr.planner.planning import make_plan
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 
 __all__ = ["AIMS", "CASES", "MTBF_MINUTES", "PHASES", "Case", "cases", "report", "worst"]
@@ -29,12 +28,12 @@ PREDICT_SECONDS = 5.0
 MTBF_MINUTES = (10, 30, 60, 180, 720)
 # Stall and persist seconds of a small, a middling and a large state.
 STATES = {"small": (0.3, 5.0), "middling": (3.0, 40.0), "large": (20.0, 150.0)}
-# Lag over u early in a run and later (README, warm-up: +0.73, +0.29, 0.02 to 0.05), and a lead of a few iterations.
+# Cost of skipping over u: at a falling learning rate, near the end of a schedule, and of a lost half or quarter.
 PHASES = {
-    "early": LinearCost(0.73),
-    "middle": LinearCost(0.29),
-    "late": LinearCost(0.04),
-    "ahead": LinearCost(0.4, 4.0),
+    "falling": LinearCost(0.7),
+    "end": LinearCost(0.4),
+    "half": LinearCost(0.25),
+    "quarter": LinearCost(0.05),
 }
 # The planner's curve over the true one.
 ERRORS = (1.0, 0.7, 1.3)
@@ -100,7 +99,7 @@ def _cell(minutes: int, state: str, phase: str) -> Iterator[Case]:
     rival_cost, rival, rival_interval = min(_rivals(truth))
     for error in ERRORS:
         true_lag = PHASES[phase]
-        believed = _inputs(minutes, state, LinearCost(true_lag.slope * error, true_lag.lead_iterations * error))
+        believed = _inputs(minutes, state, LinearCost(true_lag.slope * error))
         plan = make_plan(believed, LIMITS)
         assert plan.mode is not None
         cost = _cost(truth, plan.interval_iterations, plan.mode)
@@ -133,7 +132,6 @@ def _inputs(minutes: int, state: str, lag: LinearCost) -> PlannerInputs:
         recovery=lag,
         predict_seconds=PREDICT_SECONDS,
         watch_iterations=WATCH_ITERATIONS,
-        lead_after_iterations=LEAD_AFTER_ITERATIONS,
     )
 
 
@@ -163,7 +161,7 @@ def _cost(truth: PlannerInputs, interval: int, mode: Mode, slots: int = 1) -> fl
     recovery = Recovery()
     if mode == "predict":
         assert truth.recovery is not None
-        recovery = Recovery(truth.recovery, truth.predict_seconds, truth.watch_iterations, truth.lead_after_iterations)
+        recovery = Recovery(truth.recovery, truth.predict_seconds, truth.watch_iterations)
     checkpoints = Checkpoints(interval, truth.stall_seconds, truth.persist_seconds, slots)
     system = System("x", checkpoints, recovery)
 

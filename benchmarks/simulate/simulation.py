@@ -80,14 +80,12 @@ class Resumption(NamedTuple):
     Attributes:
         position_iterations: the iteration it goes on from.
         next_checkpoint_iterations: the iteration after which the next checkpoint is due.
-        lead_iterations: the iteration after which an end cost below zero is had; a failure before loses it.
         end_cost_iterations: how much of that stays missing, beyond what the checkpoint missed already.
         restart_seconds: time for this kind of recovery, on top of the job's own restart.
     """
 
     position_iterations: Array
     next_checkpoint_iterations: Array
-    lead_iterations: Array
     end_cost_iterations: Array
     restart_seconds: Array
 
@@ -100,13 +98,11 @@ class Recovery:
         cost: the end cost of a prediction by the distance from the checkpoint; None: all go back.
         seconds: to forecast, predict and inject.
         watch_iterations: no checkpoint begins in so many iterations after a predicted restart.
-        lead_after_iterations: after it, before an end cost below zero is had.
     """
 
     cost: RecoveryCost | None = None
     seconds: float = 0.0
     watch_iterations: int = 0
-    lead_after_iterations: int = 0
 
     def resume(self, position: Array, durable: Array, interval_iterations: int) -> Resumption:
         """At the last whole iteration before the failure, or at the checkpoint.
@@ -118,27 +114,25 @@ class Recovery:
         """
         none = numpy.zeros_like(position)
         if self.cost is None:
-            return Resumption(durable, durable + interval_iterations, durable, none, none)
+            return Resumption(durable, durable + interval_iterations, none, none)
         possible = durable > 0
         target = numpy.where(possible, numpy.floor(position), 0.0)
         cost = numpy.where(possible, self.cost.end_cost_iterations(target - durable, interval_iterations), none)
         due = target + numpy.maximum(interval_iterations, numpy.where(possible, self.watch_iterations, none))
         seconds = numpy.where(possible, self.seconds, none)
-        return Resumption(target, due, target + self.lead_after_iterations, cost, seconds)
+        return Resumption(target, due, cost, seconds)
 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """An end cost of `slope u - lead` iterations, at a distance of u from the checkpoint; a `RecoveryCost`."""
+    """An end cost of `slope u` iterations, at a distance of u from the checkpoint; a `RecoveryCost`."""
 
     slope: float
-    lead_iterations: float = 0.0
     source: str = "configured"
 
     def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:
-        """Iterations that stay missing; no lead where nothing was lost, since nothing is predicted then."""
-        cost = self.slope * horizon_iterations - self.lead_iterations
-        return numpy.where(horizon_iterations > 0, cost, 0.0)
+        """Iterations that stay missing."""
+        return numpy.asarray(self.slope * horizon_iterations)
 
 
 @dataclass(frozen=True)
@@ -241,18 +235,16 @@ class _Runs:
         self._stall, self._lost, self._restart, self._waiting, self._failures = (numpy.zeros(runs) for _ in range(5))
         # The recovery: waiting from `began` to `_replaced`, restarting to `_restarted`.
         self.began = self._replaced = self._restarted = numpy.zeros(runs)
-        # The training after it: its first iteration, the checkpoint behind it, what of the two stays missing, the
-        # iteration after which a lead is had, and the one after which the next checkpoint is due.
-        self._position, self._durable, self._cost, self._durable_cost, self._lead = (
-            numpy.zeros(runs) for _ in range(5)
-        )
+        # The training after it: its first iteration, the checkpoint behind it, what of the two stays missing, and the
+        # iteration after which the next checkpoint is due.
+        self._position, self._durable, self._cost, self._durable_cost = (numpy.zeros(runs) for _ in range(4))
         self._due = numpy.full(runs, float(system.checkpoints.interval_iterations))
 
     def fail(self, at: Array, struck: NDArray[numpy.bool_]) -> None:
         """Let the runs that were struck fail at those times, and begin their recovery."""
         job, checkpoints = self._job, self._system.checkpoints
         reached = self._spend(at, struck)
-        durable_cost = numpy.where(reached.durable_iterations > self._durable, self._had(reached), self._durable_cost)
+        durable_cost = numpy.where(reached.durable_iterations > self._durable, self._cost, self._durable_cost)
         position, durable = reached.position_iterations, reached.durable_iterations
         interval = checkpoints.interval_iterations
         next_ = self._system.recovery.resume(position, durable, interval)
@@ -261,15 +253,14 @@ class _Runs:
         replaced = at + job.detection_seconds + job.replacement_seconds
         restarted = replaced + job.restart_seconds + next_.restart_seconds
         self._keep(struck, began=at, _replaced=replaced, _restarted=restarted)
-        self._keep(struck, _position=next_.position_iterations, _lead=next_.lead_iterations)
-        self._keep(struck, _due=next_.next_checkpoint_iterations)
+        self._keep(struck, _position=next_.position_iterations, _due=next_.next_checkpoint_iterations)
         self._keep(struck, _durable=durable, _durable_cost=durable_cost, _cost=durable_cost + next_.end_cost_iterations)
 
     def end(self) -> Outcome:
         """Run all to the end of the wall time."""
         wall = numpy.full(self._lost.shape, self._job.wall_seconds)
         reached = self._spend(wall, numpy.ones(wall.shape, dtype=bool))
-        missing = self._had(reached) * self._job.iteration_seconds
+        missing = self._cost * self._job.iteration_seconds
         return Outcome(
             system=self._system,
             job=self._job,
@@ -280,11 +271,6 @@ class _Runs:
             waiting_seconds=self._waiting,
             failures=self._failures,
         )
-
-    def _had(self, reached: "_Reach") -> Array:
-        """What stays missing after the training since the last failure, which may have been too short to lead."""
-        early = reached.position_iterations < self._lead
-        return numpy.where(early, numpy.maximum(self._cost, self._durable_cost), self._cost)
 
     def _spend(self, until: Array, which: NDArray[numpy.bool_]) -> "_Reach":
         """Book the time of some runs since their last failure; returns where all would be then."""

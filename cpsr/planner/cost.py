@@ -46,16 +46,10 @@ class Costs:
     after a predicted restart not before the watch is over. The following ones are a period `P = T_c + T_s` apart.
     Until the first is durable, a failure goes back to the checkpoint of an earlier life.
 
-    A predicted recovery that gets ahead of the run without failure does so only after `lead_after_iterations`. If the
-    next failure comes earlier, but after a durable checkpoint of that life, training continues without the lead: that
-    recovery then costs only what is above zero. Without a durable checkpoint, the next recovery replaces it. The lead
-    is that of a failure at the mean distance from its checkpoint.
-
     With snapshots in host memory only some failures go back to the disk. The others begin a life as well, with the
-    state that the training had, so that distances add up over such lives. Of the lead, which is small where failures
-    are rare, they count as if they had not happened. The costs of the snapshots, and of the failures that go back to
-    them, are added (`Snapshots`). Each part is exact alone; that the stalls of one lengthen the periods of the other is
-    left out.
+    state that the training had, so that distances add up over such lives. The costs of the snapshots, and of the
+    failures that go back to them, are added (`Snapshots`). Each part is exact alone; that the stalls of one lengthen
+    the periods of the other is left out.
 
     Source: recomputing is J. T. Daly's exact wall time (2006, Eq. 13), with a time to persist.
 
@@ -83,7 +77,7 @@ class Costs:
         checkpoint between them have one end cost in common, by the distance of the last one.
 
         Returns:
-            Seconds; negative if predicted recoveries get ahead.
+            Seconds.
 
         Raises:
             ValueError: prediction is asked for and there is no curve for it.
@@ -93,7 +87,7 @@ class Costs:
             if mode == "recompute":
                 return numpy.asarray(lives.trained_seconds / lives.ended)
             mean = self._end_cost_iterations(self._horizons(lives, mode), intervals)
-            costs = 0.5 + lives.renewed * mean + self._lost_lead(mean, intervals)
+            costs = 0.5 + lives.renewed * mean
             before = -rate * self._job.predict_seconds
             share = -numpy.expm1(before) + numpy.exp(before) * rate * costs * self._job.iteration_seconds
             return numpy.asarray(share / rate)
@@ -161,17 +155,6 @@ class Costs:
     def _first_iterations(self, intervals: Array) -> Array:
         """From a predicted restart to the first checkpoint."""
         return numpy.maximum(intervals, self._job.watch_iterations)
-
-    def _lost_lead(self, costs: Array, intervals: Array) -> Array:
-        """Mean lead of a life's recovery that is lost because its failure comes too early, in iterations."""
-        job, rate = self._job, self._rate(intervals) * self._job.disk_share
-        first = self._first_iterations(intervals)
-        stalls = numpy.maximum(numpy.ceil((job.lead_after_iterations - first) / intervals), 0.0)
-        had = job.lead_after_iterations * job.iteration_seconds + stalls * job.stall_seconds
-        durable = first * job.iteration_seconds + job.stall_seconds + self._job.persist_seconds
-        # The life has a durable checkpoint of its own, and ends before the lead is reached.
-        too_early = numpy.exp(-rate * durable) * -numpy.expm1(-rate * numpy.maximum(had - durable, 0.0))
-        return numpy.asarray(too_early * numpy.maximum(-costs, 0.0))
 
     def _end_cost_iterations(self, horizons: Array, intervals: Array) -> Array:
         if self._job.recovery is None:

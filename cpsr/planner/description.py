@@ -38,7 +38,7 @@ from cpsr.planner.inputs import (
 )
 from cpsr.planner.plan import Plan
 from cpsr.planner.planning import LEAST_COST, make_plan, policy_names
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve, PaperCurve
+from cpsr.planner.recovery_curve import EndCostCurve, PaperCurve
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 from cpsr.tables import print_table
 
@@ -187,7 +187,6 @@ class PlanSpec(Section):
             restart_seconds=self.failures.restart_seconds,
             predict_seconds=0.0 if recovery is None else recovery.predict_seconds,
             watch_iterations=0 if recovery is None else WATCH_ITERATIONS,
-            lead_after_iterations=0 if recovery is None else LEAD_AFTER_ITERATIONS,
             phase=phase,
             classes=self.failures.classes(),
             memory=None if self.memory is None else MemoryTier(**self.memory.model_dump()),

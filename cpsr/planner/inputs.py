@@ -131,8 +131,6 @@ class PlannerInputs:
         predict_seconds: extra time of forecasting, predicting and injecting.
         phase: the paper's curves; None until they could be fitted.
         watch_iterations: no checkpoint is begun in so many iterations after a predicted restart.
-        lead_after_iterations: a recovery that gets ahead of the run without failure does so only after so many
-            iterations of training; an earlier failure loses the lead.
         classes: of the failures, whose shares add up to 1; empty: all are of class `everything`.
         memory: snapshots in host memory; None: there are none, and every failure goes back to the disk.
         lost_share: of the state, for which `recovery` holds.
@@ -148,7 +146,6 @@ class PlannerInputs:
     predict_seconds: float = 0.0
     phase: PhaseInputs | None = None
     watch_iterations: int = 0
-    lead_after_iterations: int = 0
     classes: Mapping[FailureScope, FailureClass] = field(default_factory=dict)
     memory: MemoryTier | None = None
     lost_share: float = 1.0

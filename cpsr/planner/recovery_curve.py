@@ -7,17 +7,8 @@ import numpy
 
 from cpsr.planner.inputs import Array, PhaseInputs
 
-__all__ = [
-    "LEAD_AFTER_ITERATIONS",
-    "EndCostCurve",
-    "PaperCurve",
-]
+__all__ = ["EndCostCurve", "PaperCurve"]
 
-# A recovery that gets ahead does so only after so many iterations of training. Measured on a GPT of 0.4M
-# parameters, 30 predicted recoveries of three jobs (`cpsr bench plan --real`, 2026-11-21): those with that long until
-# the next failure were expected to move the lag by -30 iterations and moved it by -31 +- 7; those with less were
-# expected at -33, and moved it by +7 +- 6.
-LEAD_AFTER_ITERATIONS = 100
 # Points of a phase over which the paper's curve is averaged: Gauss-Legendre.
 _NODES, _WEIGHTS = numpy.polynomial.legendre.leggauss(8)
 PHASE_NODES: Array = (_NODES + 1) / 2

@@ -140,7 +140,6 @@ def any_job(draw: st.DrawFn) -> PlannerInputs:
         predict_seconds=draw(ANY),
         phase=draw(st.none() | any_phase()),
         watch_iterations=draw(st.integers(0, 10**4)),
-        lead_after_iterations=draw(st.integers(0, 10**4)),
         classes=draw(st.sampled_from([{}, {"process": HALF, "everything": HALF}, {"machine": HALF, "process": HALF}])),
         memory=draw(st.none() | st.builds(MemoryTier, ANY, st.none() | st.integers(1, 10**6), st.none() | ANY)),
     )

@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import numpy
 import pytest
@@ -55,40 +54,6 @@ def test_a_lag_of_all_that_was_lost_costs_what_recomputing_does(
     )
     costs = [cost_per_second(inputs, numpy.array([float(interval)]), mode)[0] for mode in ("predict", "recompute")]
     assert costs[0] == pytest.approx(costs[1], rel=1e-6, abs=1e-9)
-
-
-LEADS = st.tuples(st.floats(0.02, 1e3), st.integers(1, 500), st.integers(0, 200), st.floats(0.0, 20.0))
-
-
-@given(LEADS, st.integers(0, 1000), st.floats(-200.0, 50.0), st.floats(-2.0, 2.0))
-def test_the_later_a_lead_is_had_the_more_it_costs_up_to_the_lead(
-    job_: tuple[float, int, int, float], after: int, constant: float, slope: float
-) -> None:
-    mtbf_hours, interval, watch, stall = job_
-    inputs = job(mtbf_hours, recovery=end_cost(constant, slope), watch_iterations=watch, stall_seconds=stall)
-    costs = [costs_at(replace(inputs, lead_after_iterations=each), interval) for each in (0, after, 2 * after + 1)]
-    assert costs[0] <= costs[1] + 1e-9
-    assert costs[1] <= costs[2] + 1e-9
-
-
-def test_a_lost_lead_by_hand() -> None:
-    """A failure every 88 iterations: it comes after the first checkpoint and before 100 iterations in 16% of lives."""
-    mtbf_seconds = 88 * 0.6
-    inputs = replace(
-        job(recovery=end_cost(-30.0, 0.0), watch_iterations=60, stall_seconds=0.0, persist_seconds=3.0),
-        failures_per_second=1 / mtbf_seconds,
-    )
-    costs = [costs_at(replace(inputs, lead_after_iterations=after), 10) for after in (0, 100)]
-    early = math.exp(-65 / 88) - math.exp(-100 / 88)
-    assert early == pytest.approx(0.157, abs=0.001)
-    assert costs[1] - costs[0] == pytest.approx(early * 30 * 0.6 / mtbf_seconds, rel=1e-9)
-
-
-def test_no_lead_is_lost_where_a_checkpoint_is_durable_later_than_it_is_had() -> None:
-    # Durable after 60 iterations of 0.6 s, a stall of 0.9 s and 30 s more: 111.5 iterations.
-    inputs = job(0.02, recovery=end_cost(-80.0, 0.5), watch_iterations=60, persist_seconds=30.0)
-    assert costs_at(replace(inputs, lead_after_iterations=109), 60) == costs_at(inputs, 60)
-    assert costs_at(replace(inputs, lead_after_iterations=120), 60) > costs_at(inputs, 60)
 
 
 def test_a_job_without_a_curve_cannot_be_predicted() -> None:

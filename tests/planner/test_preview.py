@@ -34,7 +34,6 @@ def inputs(**changes: Any) -> PlannerInputs:
         "predict_seconds": 1.5,
         "phase": PHASE,
         "watch_iterations": 60,
-        "lead_after_iterations": 100,
         "classes": {"process": FailureClass(0.7, 0.5, 3), "machine": FailureClass(0.3, 0.5)},
     }
     return PlannerInputs(**(figures | changes))

@@ -58,19 +58,19 @@ def test_lost_work_is_half_an_interval_and_the_persist_time() -> None:
 
 
 WATCHED = [
-    # MTBF, interval, stall and persist time, the cost, watch, iterations until a lead is had.
-    pytest.param(600.0, 28, 0.3, 5.0, LinearCost(0.5), 60, 0, id="a watch of two intervals"),
-    pytest.param(600.0, 60, 20.0, 150.0, LinearCost(0.7), 200, 0, id="a watch as long as the time between failures"),
-    pytest.param(600.0, 100, 20.0, 150.0, None, 0, 0, id="recomputing"),
+    # MTBF, interval, stall and persist time, the cost, watch.
+    pytest.param(600.0, 28, 0.3, 5.0, LinearCost(0.5), 60, id="a watch of two intervals"),
+    pytest.param(600.0, 60, 20.0, 150.0, LinearCost(0.7), 200, id="a watch as long as the time between failures"),
+    pytest.param(600.0, 100, 20.0, 150.0, None, 0, id="recomputing"),
 ]
 
 
-@pytest.mark.parametrize(("mtbf", "interval", "stall", "persist", "lag", "watch", "lead_after"), WATCHED)
+@pytest.mark.parametrize(("mtbf", "interval", "stall", "persist", "lag", "watch"), WATCHED)
 def test_planner_and_simulation_agree(
-    mtbf: float, interval: int, stall: float, persist: float, lag: LinearCost | None, watch: int, lead_after: int
+    mtbf: float, interval: int, stall: float, persist: float, lag: LinearCost | None, watch: int
 ) -> None:
     wall = 500 * mtbf
-    recovery = Recovery() if lag is None else Recovery(lag, 5.0, watch, lead_after)
+    recovery = Recovery() if lag is None else Recovery(lag, 5.0, watch)
     system = System("under test", Checkpoints(interval, stall, persist), recovery)
     simulated = simulate(Job(3.0, wall), system, Failures(mtbf), 200)
     mean, error = simulated.mean_and_error(simulated.cost_fraction)
@@ -82,7 +82,6 @@ def test_planner_and_simulation_agree(
         lag,
         predict_seconds=5.0,
         watch_iterations=watch,
-        lead_after_iterations=lead_after,
     )
     expected = cost_per_second(inputs, numpy.array([float(interval)]), "recompute" if lag is None else "predict")[0]
     assert expected == pytest.approx(mean, rel=0.005, abs=STANDARD_ERRORS * error)
@@ -94,7 +93,7 @@ def test_planner_and_simulation_agree(
     stall=st.floats(0, 50),
     persist=st.floats(0, 2000),
     slots=st.integers(1, 3),
-    recovery=st.sampled_from([Recovery(), Recovery(LinearCost(0.3, 5.0), 11.0, 60, 100), Recovery(LinearCost(-2.0))]),
+    recovery=st.sampled_from([Recovery(), Recovery(LinearCost(0.3), 11.0, 60), Recovery(LinearCost(-2.0))]),
     mtbf=st.floats(5, 1e6),
     down=st.tuples(st.floats(0, 100), st.floats(0, 1000), st.floats(0, 1000)),
 )
@@ -111,7 +110,7 @@ def test_no_second_is_lost_or_counted_twice(
 
 
 def test_a_planned_interval_is_near_brute_force() -> None:
-    found = list(planner_grid._cell(60, "middling", "middle"))
+    found = list(planner_grid._cell(60, "middling", "half"))
     assert [case.curve_error for case in found] == list(planner_grid.ERRORS)
     right = found[0]
     assert 0 <= right.over_brute <= planner_grid.AIMS["brute force"]

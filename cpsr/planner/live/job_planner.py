@@ -20,7 +20,7 @@ from cpsr.planner.live.adoption import differs, first_plan, memory_tier, overrid
 from cpsr.planner.live.expectations import expected_costs, fit_curves, prior_curves
 from cpsr.planner.live.measurements import MEASURED, RankCosts, RankTimes, costs_of_ranks, of_job
 from cpsr.planner.plan import Plan, Situation
-from cpsr.planner.recovery_curve import LEAD_AFTER_ITERATIONS, EndCostCurve
+from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 
 __all__ = ["JobPlanner"]
@@ -308,7 +308,6 @@ class JobPlanner:
             recovery,
             predict_seconds=curves.predict_seconds,
             watch_iterations=WATCH_ITERATIONS,
-            lead_after_iterations=LEAD_AFTER_ITERATIONS,
             phase=self._phase(costs.parameters),
             classes={
                 scope: FailureClass(failures.share(scope), prior, failures.seen.get(scope, 0))
