@@ -11,12 +11,11 @@ __all__ = ["Ranks"]
 class Ranks:
     """A single rank; `cpsr.learning.exchange.Exchange` is one of several. Every rank calls each equally often.
 
-    Args:
+    Attributes:
         trains: whether this rank trains the network.
     """
 
-    def __init__(self, *, trains: bool = True) -> None:
-        self.trains = trains
+    trains = True
 
     def agree(self, entries: Sequence[int]) -> Sequence[int]:
         """History entries that any rank must leave out, for those of this rank, so that all predict from the same."""

@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -30,17 +30,15 @@ from cpsr.predictor.checkpoint_series import (
     too_few,
     window_start,
 )
+from cpsr.predictor.collectives import Ranks
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
-__all__ = ["CHUNK_ELEMENTS", "MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
+__all__ = ["MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 # Names listed where operators keep their newest value; the count is always given.
 MAX_NAMES = 8
-# Four pieces of 1 MiB: long enough to read at the memory's pace, short enough to stay in a processor's cache while they
-# are combined, and in the allocator: pieces of 4 MiB took twice the time.
-CHUNK_ELEMENTS = 1 << 18
 # A setting's standard deviation counts against it: its expected end cost must be low and certain.
 CAUTION_DEVIATIONS = 1.0
 
@@ -100,9 +98,9 @@ class LinePredictor:
     Args:
         window_iterations: span of history the line is fitted over; None: by expected cost.
         gain: factor on the fitted displacement, 0 or larger; None: by expected cost.
-        chunk_elements: elements per piece; memory is about four such pieces of float32.
-        agree: where ranks predict together, maps the positions of the entries that this rank must leave out to those
-            that any rank must (a collective; called equally often on every rank). None: a single rank.
+
+    Attributes:
+        ranks: all that predict together.
     """
 
     name = "line"
@@ -112,11 +110,8 @@ class LinePredictor:
         self,
         window_iterations: int | None = None,
         gain: float | None = None,
-        chunk_elements: int = CHUNK_ELEMENTS,
-        agree: Callable[[Sequence[int]], Sequence[int]] | None = None,
     ) -> None:
-        self._chunk_elements = chunk_elements
-        self._agree = agree
+        self.ranks = Ranks()
         self._window_iterations = window_iterations
         self._gain = gain
         self._direction: Direction = "line"
@@ -141,7 +136,7 @@ class LinePredictor:
         """
         if not forecast.feasible:
             raise ValueError(f"this forecast is not feasible: {forecast.reason}")
-        return combine(history, forecast.coefficients, self._chunk_elements)
+        return combine(history, forecast.coefficients)
 
     def learn(self, history: History) -> Iterator[None]:
         """Nothing to learn: coefficients follow from the times alone."""
@@ -188,9 +183,7 @@ class LinePredictor:
         checked: set[tuple[str, int]] = set()
         while True:
             plan = self._plan(history, target, usable)
-            damaged = self._damaged(history, plan, checked)
-            if self._agree is not None:
-                damaged = sorted(set(self._agree(damaged)))
+            damaged = self.ranks.agree(self._damaged(history, plan, checked))
             if not damaged:
                 return plan
             usable = [position for position in usable if position not in damaged]
@@ -255,8 +248,7 @@ class LinePredictor:
 
     def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
         """Products `(2, 2)` of each operator's displacements over the two halves of the recent path."""
-        block = max(2, self._chunk_elements)
-        return {operator: gram(history, operator, positions, block) for operator in operators}
+        return {operator: gram(history, operator, positions) for operator in operators}
 
     def _reach_factors(self, paths: Mapping[str, torch.Tensor], whole: float) -> dict[str, float]:
         """How far each operator follows the line, over the model's reach; `whole` is the model's straightness."""
@@ -271,9 +263,7 @@ class LinePredictor:
                 if position in damaged or (operator, position) in checked:
                     continue
                 checked.add((operator, position))
-                if self._must_read(history, operator, position) and not is_finite(
-                    history, operator, position, self._chunk_elements
-                ):
+                if self._must_read(history, operator, position) and not is_finite(history, operator, position):
                     damaged.add(position)
         return sorted(damaged)
 

@@ -9,19 +9,16 @@ import numpy
 import torch
 
 from cpsr.predictor.protocol import History, HistoryEntry
-from cpsr.predictor.weight_pieces import all_finite, difference_rows, read_piece
+from cpsr.predictor.weight_pieces import BLOCK_ELEMENTS, add_products, all_finite, read_piece
 
-__all__ = ["MAX_SNAPSHOTS", "SLICE_ELEMENTS", "MotionStatistics", "OperatorMotion", "merged", "square", "triangle"]
+__all__ = ["MAX_SNAPSHOTS", "MotionStatistics", "OperatorMotion", "merged", "square", "triangle"]
 
-STATE_VERSION = 2
 # 380 iterations at an interval of 20, of a history of some 400; a forecast over more reads the weights again. At 300
 # operators these are 0.46 MB in every checkpoint.
 MAX_SNAPSHOTS = 20
-# 2 MiB are read, turned into 4 MiB of float64 differences and multiplied within about 2 milliseconds on one core.
-SLICE_ELEMENTS = 1 << 19
 # An operator's calls take as long as so many of its weights: eight small ones make a slice. A slice that begins after a
 # pause finds the caches cold, and small operators would be slices of a fraction of a millisecond.
-CALLS_ELEMENTS = SLICE_ELEMENTS // 8
+CALLS_ELEMENTS = BLOCK_ELEMENTS // 8
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class MotionStatistics:
     left out for all. An operator whose number of elements changed starts anew. Where ranks hold slices of the same
     operator, their matrices add up to that of the whole.
 
-    One slice of `update` reads at most `SLICE_ELEMENTS` weights; four times as many bytes of float32 and eight times
+    One slice of `update` reads at most `BLOCK_ELEMENTS` weights; four times as many bytes of float32 and eight times
     of float64 differences are alive at a time.
 
     Attributes:
@@ -100,7 +97,7 @@ class MotionStatistics:
     def update(self, history: History, own: Sequence[str] | None = None) -> Iterator[None]:
         """Take in the checkpoints of `history` that are not known yet, in slices.
 
-        Every `next` reads at most `SLICE_ELEMENTS` weights. Results show when the iterator is exhausted; one that is
+        Every `next` reads at most `BLOCK_ELEMENTS` weights. Results show when the iterator is exhausted; one that is
         abandoned before changes nothing.
 
         Args:
@@ -124,7 +121,7 @@ class MotionStatistics:
         for operator in names if usable else ():
             whole = all(history.taken_at(operator, position) == entries[position].iteration for position in usable)
             work = CALLS_ELEMENTS + (min(len(usable), MAX_SNAPSHOTS) * history.numel(operator) if whole else 0)
-            if pending + work > SLICE_ELEMENTS and pending:
+            if pending + work > BLOCK_ELEMENTS and pending:
                 yield
                 pending = 0
             if whole:
@@ -141,7 +138,6 @@ class MotionStatistics:
         nothing = torch.empty(0, dtype=torch.float64, device="cpu")  # torch.cat refuses an empty list
         points = next((motion.points for motion in self.operators.values()), ())
         return {
-            "version": STATE_VERSION,
             "seen": list(self.seen),
             "left_out": list(self.left_out),
             "points": [[point.iteration, point.time, point.learning_rate] for point in points],
@@ -150,13 +146,7 @@ class MotionStatistics:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict()` returned.
-
-        Raises:
-            ValueError: the state was written by another version.
-        """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"motion statistics of version {state.get('version')!r}; this is version {STATE_VERSION}")
+        """Take over what `state_dict()` returned."""
         points, operators = tuple(HistoryEntry(*numbers) for numbers in state["points"]), state["operators"]
         size = max(len(points) - 1, 0)
         products = square(state["products"].reshape(len(operators), size * (size + 1) // 2), size)
@@ -183,15 +173,7 @@ class MotionStatistics:
         first = max(before - 1, 0)  # of the differences that are new
         if first < count - 1:
             new = torch.zeros(count - 1, count - 1 - first, dtype=torch.float64, device="cpu")
-            length = SLICE_ELEMENTS // count
-            differences = torch.empty(count - 1, min(length, numel), dtype=torch.float64, device="cpu")
-            for start in range(0, numel, length):
-                stop = min(start + length, numel)
-                block = differences[:, : stop - start]
-                difference_rows(history, operator, positions, start, stop, block)
-                new.addmm_(block, block[first:].T)
-                if stop < numel:
-                    yield
+            yield from add_products(history, operator, positions, new)
             products[:, first:] = new
         return OperatorMotion(numel, points, products.triu() + products.triu(1).T)
 
@@ -201,9 +183,9 @@ def _finite(history: History, names: Sequence[str], position: int) -> Generator[
     pending = 0
     for operator in names:
         numel = history.numel(operator)
-        for start in range(0, numel, SLICE_ELEMENTS):
-            stop = min(start + SLICE_ELEMENTS, numel)
-            if pending + stop - start > SLICE_ELEMENTS and pending:
+        for start in range(0, numel, BLOCK_ELEMENTS):
+            stop = min(start + BLOCK_ELEMENTS, numel)
+            if pending + stop - start > BLOCK_ELEMENTS and pending:
                 yield
                 pending = 0
             finite = all_finite(read_piece(history, operator, position, start, stop))

@@ -35,7 +35,6 @@ __all__ = [
     "windows",
 ]
 
-STATE_VERSION = 1
 # The direction of later motion takes two checkpoints after the newest one that is seen.
 MIN_LATER = 2
 # Noise of single checkpoints lasts for 20 to 50 iterations. A line over these many later ones shows the slow motion:
@@ -200,16 +199,10 @@ class Examples:
         for taken in self._windows:
             points = [[point.iteration, point.time, point.learning_rate] for point in taken.points]
             kept.append({"points": points, "weights": taken.weights, "products": triangle(taken.products)})
-        return {"version": STATE_VERSION, "windows": kept}
+        return {"windows": kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict()` returned.
-
-        Raises:
-            ValueError: the state was written by another version.
-        """
-        if state.get("version") != STATE_VERSION:
-            raise ValueError(f"examples of version {state.get('version')!r}; this is version {STATE_VERSION}")
+        """Take over what `state_dict()` returned."""
         loaded = deque[Windows]()
         for taken in state["windows"]:
             size = len(taken["points"]) - 1
@@ -299,7 +292,6 @@ class Head:
     def state_dict(self) -> dict[str, Any]:
         """Weights and the optimizer's moments, as tensors."""
         return {
-            "version": STATE_VERSION,
             "steps": self.steps,
             "parameters": self.parameters.detach().clone(),
             "exp_avg": self._exp_avg.clone(),
@@ -307,16 +299,7 @@ class Head:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict()` returned.
-
-        Raises:
-            ValueError: the state was written by another version, or for another network.
-        """
-        if state.get("version") != STATE_VERSION or state["parameters"].shape != (PARAMETERS,):
-            raise ValueError(
-                f"VITP head of version {state.get('version')!r} with {state['parameters'].numel()} weights; this is "
-                f"version {STATE_VERSION} with {PARAMETERS}"
-            )
+        """Take over what `state_dict()` returned."""
         self._stand(state["parameters"], state["exp_avg"], state["exp_avg_sq"], state["steps"])
 
     def _stand(self, parameters: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, steps: int) -> None:

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +11,15 @@ from cpsr.predictor.backtest import backtests
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
 from cpsr.predictor.checkpoint_series import distinct_times, path_places, path_positions, straightness
 from cpsr.predictor.collectives import Ranks
-from cpsr.predictor.line import CHUNK_ELEMENTS, MAX_NAMES, LinePredictor, Plan
+from cpsr.predictor.line import MAX_NAMES, LinePredictor, Plan
 from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
-from cpsr.predictor.weight_pieces import gram
+from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS, gram
 
-__all__ = ["Progress", "VITPPredictor", "host_memory_bytes", "without_slices"]
+__all__ = ["VITPPredictor", "host_memory_bytes", "without_slices"]
 
-STATE_VERSION = 1
 # Of the run's recent past; up to two for every checkpoint.
 MAX_ACCURACIES = 256
 # Operators that pass the network together: bounds its memory at 2 MiB.
@@ -60,21 +59,6 @@ def host_memory_bytes(operators: int, checkpoints: int, *, learns: bool) -> int:
     return fixed + operators * (own + OPERATOR_CHECKPOINT_BYTES * checkpoints)
 
 
-@dataclass(frozen=True)
-class Progress:
-    """How much of a run was learned from.
-
-    Attributes:
-        iteration: newest checkpoint of the history that was taken in; None: none.
-        checkpoints: taken in so far.
-        updates: of the network, on this run.
-    """
-
-    iteration: int | None
-    checkpoints: int
-    updates: int
-
-
 class VITPPredictor(LinePredictor):
     """The line with a learned direction for each operator (a `StatePredictor`).
 
@@ -92,10 +76,7 @@ class VITPPredictor(LinePredictor):
     Args:
         window_iterations: as in `LinePredictor`.
         gain: as in `LinePredictor`.
-        chunk_elements: as in `LinePredictor`.
         direction: whose direction is taken.
-        ranks: all that predict together; None: this one alone. `broadcast` is called once a forecast, `reduce` once
-            more than damage is searched for, alike on all.
     """
 
     name = "vitp"
@@ -104,15 +85,11 @@ class VITPPredictor(LinePredictor):
         self,
         window_iterations: int | None = None,
         gain: float | None = None,
-        chunk_elements: int = CHUNK_ELEMENTS,
         *,
         direction: Direction = "line",
-        ranks: Ranks | None = None,
     ) -> None:
-        ranks = ranks or Ranks()
-        super().__init__(window_iterations, gain, chunk_elements, ranks.agree)
+        super().__init__(window_iterations, gain)
         self._direction = direction
-        self._ranks = ranks
         self._learns = True
         self._statistics = MotionStatistics()
         self._examples = Examples()
@@ -123,13 +100,9 @@ class VITPPredictor(LinePredictor):
         # Of the head that the running forecast asks, and the checkpoints that it counts as learned: rank 0's.
         self._updates = 0
         self._seen: frozenset[int] = frozenset()
-        self._kept: dict[str, Any] | None = None  # what was learned before, where this life learns nothing
 
     def follow_line(self) -> None:
-        """Learn nothing, and always use the line's direction; before its first use.
-
-        Statistics of earlier lives are not used, but pass unchanged into `state_dict()` for a later life.
-        """
+        """Learn nothing, take over nothing that was learned, and use the line's direction; before its first use."""
         self._learns = False
         self._direction = "line"
 
@@ -145,10 +118,10 @@ class VITPPredictor(LinePredictor):
             ValueError: the history returned a piece of another length or type.
         """
         statistics = copy.copy(self._statistics)  # an update replaces what it holds, it changes nothing in place
-        yield from statistics.update(history, list(filter(self._ranks.is_mine, history.operators)))
+        yield from statistics.update(history, list(filter(self.ranks.is_mine, history.operators)))
         newest, before = max(statistics.seen, default=-1), set(self._statistics.seen)
         self._statistics = statistics
-        if newest in before or newest < 0 or not self._ranks.trains:
+        if newest in before or newest < 0 or not self.ranks.trains:
             return
         self._checkpoints += len(set(statistics.seen) - before)
         yield
@@ -165,10 +138,6 @@ class VITPPredictor(LinePredictor):
         """
         return copy.deepcopy(self._accuracy)
 
-    def progress(self) -> Progress:
-        """How much of the run was learned from."""
-        return Progress(max(self._statistics.seen, default=None), self._checkpoints, self._head.steps)
-
     def straightness(self) -> float | None:
         """Straightness of the recent path, from what was learned; None until that is three checkpoints.
 
@@ -181,11 +150,6 @@ class VITPPredictor(LinePredictor):
         places, total = path_places(points), torch.zeros(2, 2, dtype=torch.float64, device="cpu")
         return straightness(sum((merged(motion.products, places) for motion in motions), total))
 
-    @property
-    def left_out(self) -> tuple[int, ...]:
-        """Iterations of the history's checkpoints that were not learned from, since they are not finite."""
-        return self._statistics.left_out
-
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads those of the checkpoints in use that it has not learned from.
 
@@ -196,50 +160,22 @@ class VITPPredictor(LinePredictor):
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
-        shared = self._ranks.broadcast({"updates": self._head.steps, "seen": list(self._statistics.seen)})
+        shared = self.ranks.broadcast({"updates": self._head.steps, "seen": list(self._statistics.seen)})
         self._updates, self._seen = shared["updates"], frozenset(shared["seen"])
         plan = self._agreed_plan(history, target)
         asked: Sequence[str] = ()
         rows: Mapping[str, Sequence[float]] = {}
         if plan.settings.get("direction") == "vitp":  # on all ranks or none
             asked = plan.whole
-            parameters = self._ranks.broadcast({"parameters": self._head.parameters.detach()})["parameters"]
-            products = self._ranks.reduce(self._grams(history, asked, plan.window))
+            parameters = self.ranks.broadcast({"parameters": self._head.parameters.detach()})["parameters"]
+            products = self.ranks.reduce(self._grams(history, asked, plan.window))
             own = {operator: products[operator] for operator in asked if operator in products}
             rows = _turned_rows(plan, history, own, parameters, target)
         return self._with_rows(history, self._report(history, target, plan), plan, asked, rows)
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as plain data and tensors: below 1 MB at 300 operators."""
-        return {**super().state_dict(), "vitp": self._learned() if self._kept is None else self._kept}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what `state_dict()` returned.
-
-        Raises:
-            ValueError: the state was written by another predictor or another version; nothing has changed.
-        """
-        learned = state.get("vitp", {})
-        if state.get("predictor") == self.name and learned.get("version") != STATE_VERSION:
-            raise ValueError(f"learned state of VITP, version {learned.get('version')!r}; this is {STATE_VERSION}")
-        if not self._learns:
-            super().load_state_dict(state)
-            self._kept = learned or None
-            return
-        statistics, examples, head = MotionStatistics(), Examples(), Head()
-        if learned:
-            statistics.load_state_dict(learned["statistics"])
-            examples.load_state_dict(learned["examples"])
-            if learned["head"] is not None:
-                head.load_state_dict(learned["head"])
-        super().load_state_dict(state)
-        self._statistics, self._examples, self._head = statistics, examples, head
-        self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
-        self._trained_iteration = learned["trained_iteration"]
-
-    def _learned(self) -> dict[str, Any]:
-        return {
-            "version": STATE_VERSION,
+        learned = {
             "statistics": self._statistics.state_dict(),
             "examples": self._examples.state_dict(),
             "head": self._head.state_dict() if self._head.steps else None,  # else no 0.2 MB for what is shipped
@@ -247,11 +183,30 @@ class VITPPredictor(LinePredictor):
             "accuracy": copy.deepcopy(self._accuracy),
             "trained_iteration": self._trained_iteration,
         }
+        return {**super().state_dict(), "vitp": learned}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict()` returned.
+
+        Raises:
+            ValueError: the state was written by another predictor or another version; nothing has changed.
+        """
+        super().load_state_dict(state)
+        if not self._learns:
+            return
+        learned, statistics, examples, head = state["vitp"], MotionStatistics(), Examples(), Head()
+        statistics.load_state_dict(learned["statistics"])
+        examples.load_state_dict(learned["examples"])
+        if learned["head"] is not None:
+            head.load_state_dict(learned["head"])
+        self._statistics, self._examples, self._head = statistics, examples, head
+        self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
+        self._trained_iteration = learned["trained_iteration"]
 
     def _train(self, iteration: int, operators: Mapping[str, OperatorMotion]) -> Iterator[None]:
         """A backtest, and some training on the motion up to that checkpoint; every update counts at once."""
         alone = copy.copy(self)
-        alone._ranks, alone._agree, alone._gain = Ranks(), None, 1.0
+        alone.ranks, alone._gain = Ranks(), 1.0
         found = list[dict[str, Any]]()
         for one in backtests(alone, operators):
             found.append({"iteration": iteration, "checkpoints": self._checkpoints, **one})
@@ -275,7 +230,7 @@ class VITPPredictor(LinePredictor):
     def _must_read(self, history: History, operator: str, position: int) -> bool:
         # Other ranks check their own, and `agree` informs all. What was read whole and was finite is not read again.
         iteration = history.entries[position].iteration
-        return self._ranks.is_mine(operator) and not self._statistics.found_finite(
+        return self.ranks.is_mine(operator) and not self._statistics.found_finite(
             operator, history.numel(operator), iteration
         )
 
@@ -287,20 +242,20 @@ class VITPPredictor(LinePredictor):
         return path_positions(history, before if learned else usable)
 
     def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        summed = self._ranks.reduce(self._grams(history, operators, positions))
+        summed = self.ranks.reduce(self._grams(history, operators, positions))
         return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
 
     def _grams(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
         """Gram matrices between these entries, of this rank's share of operators: from the statistics, else read."""
         iterations = [history.entries[position].iteration for position in positions]
         found = {}
-        for operator in filter(self._ranks.is_mine, operators):
+        for operator in filter(self.ranks.is_mine, operators):
             known = self._statistics.operators.get(operator)
             fits = known is not None and known.numel == history.numel(operator)
             products = known.between(iterations) if known is not None and fits else None
             if products is None:
                 products = gram(history, operator, positions)
-            found[operator] = products * self._ranks.portion(operator)
+            found[operator] = products * self.ranks.portion(operator)
         return found
 
     def _with_rows(

@@ -8,20 +8,30 @@ import torch
 from cpsr.predictor.checkpoint_series import newest_used
 from cpsr.predictor.protocol import History
 
-__all__ = ["BLOCK_ELEMENTS", "all_finite", "combine", "difference_rows", "gram", "is_finite", "read_piece"]
+__all__ = [
+    "BLOCK_ELEMENTS",
+    "CHUNK_ELEMENTS",
+    "add_products",
+    "all_finite",
+    "combine",
+    "gram",
+    "is_finite",
+    "read_piece",
+]
 
+# Four pieces of 1 MiB: long enough to read at the memory's pace, short enough to stay in a processor's cache while they
+# are combined, and in the allocator: pieces of 4 MiB took twice the time.
+CHUNK_ELEMENTS = 1 << 18
 # Rows are built in float64 so that they sum to 1; a row that misses it by more was not built that way.
 SUM_TOLERANCE = 1e-9
 
 
-def combine(
-    history: History, coefficients: Mapping[str, Sequence[float]], chunk_elements: int
-) -> Iterator[tuple[str, int, torch.Tensor]]:
+def combine(history: History, coefficients: Mapping[str, Sequence[float]]) -> Iterator[tuple[str, int, torch.Tensor]]:
     """Stream `sum_k row[k] * history.read(operator, k)` as `(operator, start, values)`.
 
     Formed as `x_n + sum_k row[k] * (x_k - x_n)` with n the newest entry used: the same since a row sums to 1. Small
     differences are summed instead of large values cancelled, so that float32 keeps its precision. A tensor that was the
-    same in all entries comes out equal to itself (`torch.equal`). At most four pieces of `chunk_elements` float32
+    same in all entries comes out equal to itself (`torch.equal`). At most four pieces of `CHUNK_ELEMENTS` float32
     values are alive at a time besides what the caller keeps.
 
     Raises:
@@ -36,8 +46,8 @@ def combine(
         if len(row) != count or not abs(math.fsum(row) - 1.0) <= SUM_TOLERANCE:
             raise ValueError(f"coefficients of '{operator}' must be {count} numbers that sum to 1, got {tuple(row)}")
         numel = history.numel(operator)
-        for start in range(0, numel, chunk_elements):
-            yield operator, start, _piece(history, operator, row, start, min(start + chunk_elements, numel))
+        for start in range(0, numel, CHUNK_ELEMENTS):
+            yield operator, start, _piece(history, operator, row, start, min(start + CHUNK_ELEMENTS, numel))
 
 
 def _piece(history: History, operator: str, row: Sequence[float], start: int, stop: int) -> torch.Tensor:
@@ -67,12 +77,12 @@ def read_piece(history: History, operator: str, entry: int, start: int, stop: in
     return piece
 
 
-def is_finite(history: History, operator: str, entry: int, chunk_elements: int) -> bool:
+def is_finite(history: History, operator: str, entry: int) -> bool:
     """Whether the operator's weights in that entry hold neither NaN nor infinity; read in pieces."""
     numel = history.numel(operator)
     return all(
-        all_finite(read_piece(history, operator, entry, start, min(start + chunk_elements, numel)))
-        for start in range(0, numel, chunk_elements)
+        all_finite(read_piece(history, operator, entry, start, min(start + CHUNK_ELEMENTS, numel)))
+        for start in range(0, numel, CHUNK_ELEMENTS)
     )
 
 
@@ -83,14 +93,12 @@ def all_finite(piece: torch.Tensor) -> bool:
     return math.isfinite(float(piece.sum())) or bool(torch.isfinite(piece).all())
 
 
-# Float64 values that the differences of one block hold, over all snapshots: 4 MiB, and the products of a block run at
-# the memory's pace. Fixed, so that a sum of rounded products does not depend on how predicted values are streamed.
+# Float64 values that the differences of one block hold, over all snapshots: 2 MiB are read, turned into 4 MiB of
+# differences and multiplied within about 2 milliseconds on one core, at the memory's pace.
 BLOCK_ELEMENTS = 1 << 19
 
 
-def gram(
-    history: History, operator: str, positions: Sequence[int] | None = None, block_elements: int = BLOCK_ELEMENTS
-) -> torch.Tensor:
+def gram(history: History, operator: str, positions: Sequence[int] | None = None) -> torch.Tensor:
     """Gram matrix of the operator's differences between consecutive snapshots, in one streaming pass.
 
     With `d_k = x_(k+1) - x_k` over the K snapshots: `G[j, k] = sum over elements d_j d_k`. Not normalised, so that
@@ -98,41 +106,39 @@ def gram(
     make it so.
 
     Args:
-        history: what is read; at most `block_elements` float64 values of differences and two pieces are alive.
+        history: what is read.
         operator: one of its operators.
-        positions: entries that hold the snapshots, ascending (`Series.indices`); None: all.
-        block_elements: bound on the memory; it changes the result by rounding only.
+        positions: entries that hold the snapshots, ascending, at least one; None: all.
 
     Returns:
         `(K - 1, K - 1)` float64 on the CPU, symmetric.
 
     Raises:
-        ValueError: fewer than 2 snapshots, a block that holds less than one element of each, or a tensor that changed
-            its shape.
+        ValueError: a tensor changed its shape.
     """
     places = range(len(history.entries)) if positions is None else positions
-    if len(places) < 2:
-        raise ValueError(f"'{operator}': {len(places)} snapshots have no differences")
-    length = block_elements // (len(places) - 1)
-    if length < 1:
-        raise ValueError(f"block_elements = {block_elements}: too few for {len(places)} snapshots")
-    numel = history.numel(operator)
-    total = torch.zeros(len(places) - 1, len(places) - 1, dtype=torch.float64, device="cpu")
-    differences = torch.empty(len(places) - 1, min(length, numel), dtype=torch.float64, device="cpu")
+    products = torch.zeros(len(places) - 1, len(places) - 1, dtype=torch.float64, device="cpu")
+    for _ in add_products(history, operator, places, products):
+        pass
+    return products
+
+
+def add_products(history: History, operator: str, positions: Sequence[int], products: torch.Tensor) -> Iterator[None]:
+    """Add to `products` the last columns of the operator's Gram matrix (`gram`); yields between two blocks.
+
+    At most `BLOCK_ELEMENTS` float64 values of differences and two pieces are alive. Abandoned, it has added a part.
+    """
+    rows, columns = products.shape
+    numel, length = history.numel(operator), BLOCK_ELEMENTS // (rows + 1)
+    differences = torch.empty(rows, min(length, numel), dtype=torch.float64, device="cpu")
     for start in range(0, numel, length):
         stop = min(start + length, numel)
         block = differences[:, : stop - start]
-        difference_rows(history, operator, places, start, stop, block)
-        total.addmm_(block, block.T)
-    return total
-
-
-def difference_rows(
-    history: History, operator: str, positions: Sequence[int], start: int, stop: int, out: torch.Tensor
-) -> None:
-    """Write `x_(k+1) - x_k` of the elements `[start, stop)` into row k of `out`, `(K - 1, stop - start)` float64."""
-    older = read_piece(history, operator, positions[0], start, stop)
-    for row, position in zip(out, positions[1:], strict=True):
-        newer = read_piece(history, operator, position, start, stop)
-        torch.sub(newer, older, out=row)
-        older = newer
+        older = read_piece(history, operator, positions[0], start, stop)
+        for row, position in zip(block, positions[1:], strict=True):
+            newer = read_piece(history, operator, position, start, stop)
+            torch.sub(newer, older, out=row)
+            older = newer
+        products.addmm_(block, block[rows - columns :].T)
+        if stop < numel:
+            yield

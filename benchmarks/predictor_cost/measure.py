@@ -16,9 +16,10 @@ from cpsr.checkpoint.history import DiskHistory
 from cpsr.demo.model import GPT, GPTConfig
 from cpsr.errors import CPSRError
 from cpsr.predictor.guard import measure
-from cpsr.predictor.line import CHUNK_ELEMENTS, LinePredictor
+from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor
 from cpsr.predictor.vitp import VITPPredictor
+from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS
 
 __all__ = ["METHODS", "MethodSamples", "measure_method", "training_seconds"]
 

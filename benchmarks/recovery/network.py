@@ -26,7 +26,6 @@ HISTORY_ITERATIONS = 400  # as many as a run keeps, see `cpsr.checkpoint.catalog
 APART_ITERATIONS = 100  # windows of one run to train on: closer ones show the same motion
 STEPS = 1_000  # the cosine on tasks that were left out rises no more after that
 SEED = 0
-BLOCK_ELEMENTS = 1 << 23  # of differences between all snapshots of a run: 64 MiB
 
 # Windows as they go from one process to another: each tensor of torch's would take a file descriptor.
 _Sent = tuple[tuple[HistoryEntry, ...], NDArray[numpy.float32], NDArray[numpy.float32]]
@@ -101,8 +100,7 @@ def _windows_of(asked: tuple[PriorRun, Path]) -> list[_Sent]:
     run, cache = asked
     history = run.in_cache(cache).trajectory().history(run.workload.iterations, math.gcd(*INTERVALS))
     motions = {
-        name: OperatorMotion(history.numel(name), history.entries, gram(history, name, block_elements=BLOCK_ELEMENTS))
-        for name in history.operators
+        name: OperatorMotion(history.numel(name), history.entries, gram(history, name)) for name in history.operators
     }
     found: list[Windows] = []
     for interval in INTERVALS:

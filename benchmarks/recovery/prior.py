@@ -39,7 +39,7 @@ from cpsr.benchmarks.recovery.workload import (
 )
 from cpsr.predictor.calibration import FEATURES, Table
 from cpsr.predictor.checkpoint_series import path_positions, reach_factor, straightness, window_start
-from cpsr.predictor.line import CHUNK_ELEMENTS, line_coefficients
+from cpsr.predictor.line import line_coefficients
 from cpsr.predictor.protocol import Target
 from cpsr.predictor.weight_pieces import combine, gram
 
@@ -321,7 +321,7 @@ def _line(
         for name, factor in factors.items()
     }
     weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
-    for name, begin, values in combine(history, rows, CHUNK_ELEMENTS):
+    for name, begin, values in combine(history, rows):
         weights[name][begin : begin + values.numel()] = values
     return replace(checkpoint, iteration=target.iteration, weights=weights)
 

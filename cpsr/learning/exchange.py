@@ -15,30 +15,21 @@ __all__ = ["Exchange"]
 
 
 class Exchange(Ranks):
-    """The predictor's collectives over a group; every rank calls them equally often and in the same order.
+    """The predictor's collectives over a group; to make one is a collective.
 
     Operators are replicated where every rank of the data-parallel group has the same slice of each (ZeRO-0, DDP). Each
     of these ranks then learns from about as many bytes of weights. Elsewhere a rank learns from all of its own.
 
     Args:
-        trains: whether this rank trains the network.
+        group: all ranks.
+        shard: of this rank.
+        data_parallel_ranks: the group of this rank, itself included.
     """
 
-    def __init__(self, *, trains: bool) -> None:
-        super().__init__(trains=trains)
-        self._group: Group | None = None
-        self._holders: dict[str, int] = {}
-        self._owners: dict[str, int] = {}
-
-    def open(self, group: Group, shard: Shard, data_parallel_ranks: Sequence[int]) -> None:
-        """Use this group from now on, and find replicated operators; a collective. Before, this rank is alone.
-
-        Args:
-            group: all ranks.
-            shard: of this rank.
-            data_parallel_ranks: the group of this rank, itself included.
-        """
+    def __init__(self, group: Group, shard: Shard, data_parallel_ranks: Sequence[int]) -> None:
         self._group = group
+        self.trains = group.rank == 0
+        self._owners: dict[str, int] = {}
         members = tuple(sorted(data_parallel_ranks))
         identities = group.gather([members, fingerprint(shard.operators.values())])
         if len(members) > 1 and all(identities[member] == identities[group.rank] for member in members):
@@ -51,7 +42,7 @@ class Exchange(Ranks):
 
     def is_mine(self, operator: str) -> bool:
         """Whether this rank learns from that operator."""
-        return self._group is None or self._owners.get(operator, self._group.rank) == self._group.rank
+        return self._owners.get(operator, self._group.rank) == self._group.rank
 
     def portion(self, operator: str) -> float:
         """What this rank's products count for in `reduce`, so that each element counts once.
@@ -62,8 +53,6 @@ class Exchange(Ranks):
 
     def agree(self, entries: Sequence[int]) -> Sequence[int]:
         """History entries that any rank must leave out, so that all predict from the same ones."""
-        if self._group is None:
-            return entries
         return sorted({entry for part in self._group.gather(list(entries)) for entry in part})
 
     def reduce(self, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -72,8 +61,6 @@ class Exchange(Ranks):
         Raises:
             ValueError: ranks have matrices of different sizes for one operator (on every rank).
         """
-        if self._group is None:
-            return dict(products)
         sizes: dict[str, set[int]] = {}
         for part in self._group.gather({name: len(matrix) for name, matrix in products.items()}):
             for name, size in part.items():
@@ -94,13 +81,10 @@ class Exchange(Ranks):
 
     def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
-        if self._group is None:
-            return shared
         plain = {name: value for name, value in shared.items() if not isinstance(value, torch.Tensor)}
         tensors = {name: value for name, value in shared.items() if isinstance(value, torch.Tensor)}
         numbers: dict[str, Any] = self._group.broadcast(plain) if plain else {}
         return {**numbers, **{name: self._from_first(value) for name, value in tensors.items()}}
 
     def _from_first(self, value: torch.Tensor) -> torch.Tensor:
-        assert self._group is not None
         return self._group.reduce(value.clone() if self._group.rank == 0 else torch.zeros_like(value))

@@ -7,16 +7,17 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from cpsr.checkpoint.history import DiskHistory, RankSlices, ReadManifest
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
+from cpsr.learning.pace import Pace
 from cpsr.predictor.protocol import StatePredictor
 
-__all__ = ["BudgetPace", "Learner", "Pace"]
+__all__ = ["Learner"]
 
 logger = logging.getLogger(__name__)
 
@@ -31,53 +32,6 @@ SLICE_LIMIT_SECONDS = 5.0
 COMMIT_POLL_SECONDS = 0.1
 COMMIT_POLL_MAX_SECONDS = 5.0
 _DONE = object()  # never yielded
-
-
-class Pace(Protocol):
-    """When slices may run; called on the learner's thread."""
-
-    def before_slice(self) -> None:
-        """Wait until a slice may run, or until the pace is closed."""
-
-    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
-        """A slice has just ended: its wall time and its processor time."""
-
-    def close(self) -> None:
-        """End every wait; on any thread."""
-
-
-class BudgetPace:
-    """Pauses between slices, so that they take a fixed share of one core.
-
-    Args:
-        fraction: of one core, in (0, 1].
-    """
-
-    def __init__(self, fraction: float) -> None:
-        self._fraction = fraction
-        self._due = 0.0
-        self._closing = threading.Event()
-
-    def rest_seconds(self) -> float:
-        """How long until the next slice may run."""
-        return max(self._due - time.perf_counter(), 0.0)
-
-    def before_slice(self) -> None:
-        """Wait for the rest of the pause."""
-        self._closing.wait(self.rest_seconds())
-
-    def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
-        """The next slice may run once this one is a small enough share of the time.
-
-        Processor time counts: what a slice waits for a core, for the interpreter's lock or for the disk leaves the
-        core to training.
-        """
-        began = time.perf_counter() - used_seconds
-        self._due = max(self._due, began + processor_seconds / self._fraction)
-
-    def close(self) -> None:
-        """End the pause."""
-        self._closing.set()
 
 
 class Learner:
@@ -177,11 +131,6 @@ class Learner:
         """Call the predictor without changing it."""
         with self._lock:
             return question()
-
-    @property
-    def changes(self) -> int:
-        """Grows whenever the predictor may have changed what it has learned; never waits."""
-        return self._generation + self._handed_over
 
     def failure(self) -> str | None:
         """Why learning has ended in this life, once; None otherwise."""

@@ -32,8 +32,7 @@ class Learning:
     """
 
     def __init__(self, adapter: EngineAdapter, config: CPSRConfig) -> None:
-        self._exchange = Exchange(trains=adapter.rank == 0)
-        self.predictor = VITPPredictor(direction=config.predictor.direction, ranks=self._exchange)
+        self.predictor = VITPPredictor(direction=config.predictor.direction)
         self._nothing_learned = self.predictor.state_dict()
         self.bubbles = Bubbles()
         pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction)
@@ -48,7 +47,7 @@ class Learning:
             The same on every rank.
         """
         self._journal = job.journal
-        self._exchange.open(job.group, job.shard, job.adapter.data_parallel_ranks)
+        self.predictor.ranks = Exchange(job.group, job.shard, job.adapter.data_parallel_ranks)
         on_disk: int = job.group.broadcast(len(store.catalogue()) if job.group.rank == 0 else None)
         use = choose_use(self.predictor, len(job.shard.operators), on_disk, job.config, job.group, job.journal.event)
         self._learns = use == "learning"

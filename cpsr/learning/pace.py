@@ -1,15 +1,13 @@
 """When the predictor may work: in waits of the training thread, and outside of them within a budget, if at all."""
 
 import statistics
-import threading
 from collections import deque
 from time import perf_counter
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.learning.bubbles import Bubbles
-from cpsr.learning.learner import BudgetPace, Pace
 
-__all__ = ["BubblePace", "pace_of"]
+__all__ = ["Pace", "pace_of"]
 
 # Expected duration before any slice was measured: slices are cut to a few milliseconds.
 FIRST_SLICE_SECONDS = 0.005
@@ -25,56 +23,62 @@ STARVED_ITERATIONS = 8
 STARVED_SECONDS = 2.0
 
 
-class BubblePace:
-    """Lets a slice run if the open wait of the training thread is forecast to last as long (a `Pace`).
+class Pace:
+    """Lets a slice of learning run in a wait of the training thread, or outside of waits within a budget.
 
     A slice that ends late delays the training thread, since both share the interpreter's lock or a core. So the second
     longest of the recent slices must fit into the forecast rest of the wait, with some of it to spare. A slice counts
     with its processor time, plus the usual delay beside it (a slow disk). Once in a while the scheduler delays a thread
     by more than any slice takes; that says nothing about the next slice.
 
+    The learner's thread calls `before_slice` and `after_slice`, any thread `close`.
+
     Args:
         bubbles: the waits.
-        outside: budget of slices outside of bubbles, and of what ran past a bubble's end; None: nothing outside.
+        budget_fraction: share of one core that slices outside of waits may take, and what ran past a wait's end; 0:
+            nothing outside.
     """
 
-    def __init__(self, bubbles: Bubbles, outside: BudgetPace | None) -> None:
+    def __init__(self, bubbles: Bubbles, budget_fraction: float) -> None:
         self._bubbles = bubbles
-        self._outside = outside
+        self._budget_fraction = budget_fraction
+        self._due = 0.0  # when the next slice may run outside of waits
         self._slices: deque[float] = deque(maxlen=RECENT_SLICES)  # their processor time
         self._delays: deque[float] = deque(maxlen=RECENT_SLICES)
         self._entered: float | None = None  # when the next slice was admitted to a bubble
-        self._closing = threading.Event()
+        self._closed = False
 
     def before_slice(self) -> None:
-        """Wait for a bubble, or for the budget outside of them."""
+        """Wait for a bubble, or for the budget outside of them, or until the pace is closed."""
         seen = self._bubbles.iterations
-        while not self._closing.is_set():
-            patience = STARVED_SECONDS if self._outside is None else self._outside.rest_seconds()
+        while not self._closed:
+            patience = max(self._due - perf_counter(), 0.0) if self._budget_fraction else STARVED_SECONDS
             self._entered = self._bubbles.entered(self.expected_seconds(), patience, SPARED_SHARE)
             if self._entered is not None:
                 return
-            if self._outside is not None:
-                if self._outside.rest_seconds() == 0.0:
+            if self._budget_fraction:
+                if self._due <= perf_counter():
                     return
             elif (iterations := self._bubbles.iterations) - seen >= STARVED_ITERATIONS:
                 self._starve()
                 seen = iterations
 
     def after_slice(self, used_seconds: float, processor_seconds: float) -> None:
-        """Account for the slice that has just ended."""
+        """Account for the slice that has just ended, by its wall time and its processor time."""
         ended = perf_counter()
         self._slices.append(processor_seconds)
         self._delays.append(max(used_seconds - processor_seconds, 0.0))
-        # From its admission: a delay before its first line may have taken it past the bubble's end.
-        began = ended - used_seconds if self._entered is None else self._entered
-        if self._outside is not None:
+        if self._budget_fraction:
+            # From its admission: a delay before its first line may have taken it past the bubble's end.
+            began = ended - used_seconds if self._entered is None else self._entered
             beside = self._bubbles.beside(began, ended)
-            self._outside.after_slice(beside, min(beside, processor_seconds))
+            # Processor time counts: what a slice waits for a core or the disk leaves the core to training.
+            pause = min(beside, processor_seconds) / self._budget_fraction
+            self._due = max(self._due, ended - beside + pause)
 
     def close(self) -> None:
         """End the wait of `before_slice`, now and later."""
-        self._closing.set()
+        self._closed = True
         self._bubbles.close()
 
     def expected_seconds(self) -> float:
@@ -112,4 +116,4 @@ def pace_of(adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float) ->
         return None
     # A receive on a GPU is only queued.
     waits_itself = adapter.pipeline is not None and adapter.device.type == "cpu"
-    return BubblePace(bubbles, None if waits_itself else BudgetPace(budget_fraction))
+    return Pace(bubbles, 0.0 if waits_itself else budget_fraction)

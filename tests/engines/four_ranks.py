@@ -65,8 +65,8 @@ def find() -> dict[str, Any]:
         parts[f"hsdp {name}"] = described(parameter, name, 2)
     hsdp = TorchAdapter(replicated, torch.optim.AdamW(replicated.parameters()))
 
-    group, exchange = Group(), Exchange(trains=True)
-    exchange.open(group, hsdp.shard(), hsdp.data_parallel_ranks)
+    group = Group()
+    exchange = Exchange(group, hsdp.shard(), hsdp.data_parallel_ranks)
     writes = WriteAssignment(hsdp.shard(), {}, hsdp.data_parallel_ranks, group)
     assert writes.replicated
     assert not WriteAssignment(both.shard(), {}, both.data_parallel_ranks, group).replicated

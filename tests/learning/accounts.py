@@ -3,7 +3,7 @@
 from time import perf_counter
 
 from cpsr.learning.bubbles import Bubbles
-from cpsr.learning.pace import BubblePace
+from cpsr.learning.pace import Pace
 
 __all__ = ["Account", "account_of"]
 
@@ -21,7 +21,7 @@ class Account:
         self.slices, self.inside, self.outside = 0, 0.0, 0.0
 
 
-def account_of(pace: BubblePace, bubbles: Bubbles) -> Account:
+def account_of(pace: Pace, bubbles: Bubbles) -> Account:
     """Follow the slices of a pace from now on."""
     account, original = Account(), pace.after_slice
 

@@ -17,9 +17,7 @@ SCRIPT = textwrap.dedent(
     group = Group()
     nothing = Shard({})
     def opened(shard, members=(0,)):
-        exchange = Exchange(trains=True)
-        exchange.open(group, shard, members)
-        return exchange
+        return Exchange(group, shard, members)
     exchange = opened(nothing)
     eye = torch.eye(2, dtype=torch.float64)
     own = {"b": (rank + 1) * eye, ("a" if rank else "c"): torch.full((1, 1), 7.0, dtype=torch.float64)}

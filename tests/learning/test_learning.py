@@ -14,8 +14,9 @@ def checkpoints_taken_in(run_dir: Path, until: int, checkpoints: int) -> int:
     loop = Loop()
     with CPSRRecovery(loop.adapter, config(run_dir, learning={"budget_fraction": 1.0})) as recovery:
         train(recovery, loop, until)
-        learning, deadline = recovery.life.loop.learning, time.monotonic() + PATIENCE_SECONDS
-        while (found := learning.learner.ask(learning.predictor.progress).checkpoints) < checkpoints:
+        learner, deadline = recovery.life.loop.learning.learner, time.monotonic() + PATIENCE_SECONDS
+        found: int = 0
+        while (found := learner.state_dict()["vitp"]["checkpoints"]) < checkpoints:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     return found

@@ -15,7 +15,7 @@ from cpsr.engines.torch import TorchAdapter
 from cpsr.journal import JournalReader
 from cpsr.learning import memory_limit
 from cpsr.learning.memory_limit import history_checkpoints
-from cpsr.predictor.vitp import VITPPredictor, host_memory_bytes
+from cpsr.predictor.vitp import host_memory_bytes
 from cpsr.recovery import CPSRRecovery
 from cpsr.restart.restore import Restored
 from tests.two_ranks import run
@@ -158,22 +158,6 @@ def test_what_does_not_fit_on_one_rank_is_off_on_all(tmp_path: Path) -> None:
     assert [use for use, *_ in first] == [use for use, *_ in second] == ["learning", "line", "nothing"]
     assert [messages for *_, messages in second] == [[], [], []]
     assert [len(messages) for *_, messages in first] == [1, 1, 1]
-
-
-def test_what_was_learned_before_outlives_a_life_that_follows_the_line(tmp_path: Path) -> None:
-    """The limit may be lowered and raised between lives."""
-    predictor, short = VITPPredictor(), VITPPredictor()
-    nothing = predictor.state_dict()
-    state = nothing | {"vitp": nothing["vitp"] | {"checkpoints": 7}}
-    short.follow_line()
-    assert short.state_dict()["vitp"]["checkpoints"] == 0
-    short.load_state_dict(state)
-    kept = short.state_dict()
-    assert kept["vitp"] == state["vitp"]
-    predictor.load_state_dict(kept)
-    assert predictor.state_dict()["vitp"]["checkpoints"] == 7
-    short.load_state_dict(nothing)  # as where the user's own load has replaced the state
-    assert short.state_dict()["vitp"]["checkpoints"] == 0
 
 
 def test_who_asks_for_no_learning_gets_the_line_and_is_not_warned(

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from cpsr.learning.bubbles import Bubbles
-from cpsr.learning.learner import BudgetPace, Pace
-from cpsr.learning.pace import BubblePace, pace_of
+from cpsr.learning.pace import Pace, pace_of
 from tests.learning.accounts import account_of
 
 PATIENCE_SECONDS = 10.0
@@ -69,7 +68,7 @@ def train(bubbles: Bubbles, iterations: int, wait_seconds: float = WAIT_SECONDS)
 
 def test_slices_run_in_waits_only(work: Callable[[Pace], Worker]) -> None:
     bubbles = Bubbles()
-    pace = BubblePace(bubbles, None)
+    pace = Pace(bubbles, 0.0)
     account = account_of(pace, bubbles)
     worker = work(pace)
     train(bubbles, 12)
@@ -82,7 +81,7 @@ def test_slices_run_in_waits_only(work: Callable[[Pace], Worker]) -> None:
 
 def test_outside_of_waits_the_budget_holds(work: Callable[[Pace], Worker]) -> None:
     bubbles = Bubbles()
-    pace = BubblePace(bubbles, BudgetPace(0.1))
+    pace = Pace(bubbles, 0.1)
     account = account_of(pace, bubbles)
     worker = work(pace)
     started = time.perf_counter()
@@ -117,7 +116,7 @@ def test_a_pipeline_without_visible_waits_learns_within_the_budget(work: Callabl
     adapter = pipeline_rank(torch.device("cuda", 0))
     bubbles = Bubbles()
     pace = pace_of(adapter, bubbles, 0.1)
-    assert isinstance(pace, BubblePace)
+    assert pace is not None
     queue_receives(bubbles, 3)
     account = account_of(pace, bubbles)
     worker = work(pace)

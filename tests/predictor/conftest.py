@@ -9,7 +9,7 @@ MakeHistory = Callable[..., "SeriesHistory"]
 
 
 class SeriesHistory:
-    """A history in memory: one mapping of tensors per checkpoint; counts what is read at a time."""
+    """A history in memory: one mapping of tensors per checkpoint; notes the largest piece that is read."""
 
     def __init__(
         self,
@@ -23,7 +23,6 @@ class SeriesHistory:
         self._taken = dict(taken or {})
         self._widen = widen
         self.largest_piece = 0
-        self.pieces_read = 0
 
     @property
     def operators(self) -> Sequence[str]:
@@ -37,7 +36,6 @@ class SeriesHistory:
 
     def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
         self.largest_piece = max(self.largest_piece, stop - start)
-        self.pieces_read += 1
         piece = self._weights[entry][operator].flatten()[start:stop]
         return piece.float() if self._widen else piece
 

@@ -14,6 +14,7 @@ from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.training import Head
 from cpsr.predictor.vitp import VITPPredictor
+from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS
 
 MakeHistory = Callable[..., Any]
 ITERATIONS = list(range(600, 1001, 50))
@@ -131,17 +132,16 @@ def test_random_histories_are_refused_or_predicted_finitely(
 
 
 @every_method
-def test_the_result_does_not_depend_on_the_chunk_size(make_history: MakeHistory, method: str) -> None:
-    history = make_history(ITERATIONS, walk(9))
-    whole = predict(METHODS[method](), history)
-    for chunk_elements in (1, 7, 37, 38):
-        history.largest_piece = 0
-        predictor = METHODS[method](chunk_elements=chunk_elements)
-        forecast = predictor.forecast(history, TARGET)
-        history.largest_piece = 0
-        out = predicted(predictor, history, forecast)
-        assert history.largest_piece == min(chunk_elements, 37)
-        assert all(torch.equal(out[name], whole[name]) for name in whole)
+def test_large_operators_are_read_and_predicted_in_pieces(make_history: MakeHistory, method: str) -> None:
+    size = CHUNK_ELEMENTS + 37
+    history = make_history(ITERATIONS, walk(9, sizes=(size,)))
+    forecast = METHODS[method]().forecast(history, TARGET)
+    out = predicted(METHODS[method](), history, forecast)["w0"]
+    assert history.largest_piece == CHUNK_ELEMENTS
+    for place in (0, size - 1):
+        rows = enumerate(forecast.coefficients["w0"])
+        expected = sum(row * float(history.read("w0", entry, place, place + 1)) for entry, row in rows)
+        assert float(out[place]) == pytest.approx(expected)
 
 
 @every_method

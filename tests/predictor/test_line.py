@@ -31,12 +31,11 @@ def straight(iterations: list[int], size: int = 7) -> list[dict[str, torch.Tenso
 @pytest.mark.parametrize("gain", [0.0, 1.0, 1.5, 2.0])
 def test_weights_on_a_line_move_along_it(make_history: MakeHistory, gain: float) -> None:
     history = make_history(ITERATIONS, straight(ITERATIONS))
-    predictor = LinePredictor(window_iterations=300, gain=gain, chunk_elements=3)
+    predictor = LinePredictor(window_iterations=300, gain=gain)
     out = predicted(predictor, history, predictor.forecast(history, Target(1030, 1030.0, 1.0)))
     expected = 0.5 + torch.linspace(-1, 1, 7) * ((1000 + gain * 30) / 1000)
     torch.testing.assert_close(out["w"], expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(out["still"], torch.full((3,), 0.1))
-    assert history.largest_piece == 3
 
 
 def test_the_row_is_the_least_squares_fit() -> None:

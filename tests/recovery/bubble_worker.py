@@ -15,7 +15,6 @@ from torch import nn
 import cpsr.learning.pace
 import cpsr.predictor.training
 from cpsr import CPSRRecovery
-from cpsr.learning.pace import BubblePace
 from tests.learning.accounts import account_of
 from tests.recovery import worker
 from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
@@ -60,7 +59,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
             recovery = stack.enter_context(CPSRRecovery(engine, options.config))
             learning = recovery.life.loop.learning
             pace = learning.learner.pace
-            assert isinstance(pace, BubblePace)
+            assert pace is not None
             account = account_of(pace, learning.bubbles)
             batches = recovery.resume(data, repeat=True)
         found["started"] = 0 if options.alone else recovery.iteration
