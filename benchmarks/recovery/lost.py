@@ -12,7 +12,7 @@ __all__ = ["BLOCK", "PART_NAMES", "LostPart", "PartName", "lost_part", "lost_spa
 
 # `1/4` is one of four equal shards of all elements in the order of the parameters, as ZeRO cuts them. `stage` is the
 # middle transformer block.
-PartName = Literal["all", "1/2", "1/4", "1/8", "stage"]
+PartName = Literal["all", "1/2", "1/4", "1/8", "1/16", "stage"]
 PART_NAMES: tuple[PartName, ...] = get_args(PartName)
 Spans = Mapping[str, tuple[int, int]]
 """First and last element plus one of each parameter's lost part; parameters without one are not in it."""

@@ -1,48 +1,40 @@
-"""From single recoveries to means over cells of the grid, with intervals over training runs."""
+"""From single recoveries to pooled end costs, with intervals over training runs."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
 
 import numpy
 from scipy import stats
 
 from cpsr.benchmarks.harness.intervals import CONFIDENCE
-from cpsr.benchmarks.recovery.grid import Cell
 from cpsr.benchmarks.recovery.lost import PartName
 from cpsr.benchmarks.recovery.measure import Outcome
-from cpsr.benchmarks.recovery.methods import MOVED, RECOMPUTE
 from cpsr.benchmarks.recovery.selection import Selection
 
-__all__ = ["MIN_SEEDS", "Group", "GroupMean", "Mean", "Sample", "differences", "mean_of", "summarise"]
+__all__ = ["MIN_SEEDS", "Group", "GroupCost", "Pooled", "difference", "pooled", "summarise"]
 
 # Failures of one run share the run that never failed, and its luck: only runs with other seeds are independent.
 MIN_SEEDS = 3
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean; `low` and `high` bound its 95% interval over training runs, None with fewer than three seeds."""
+class Pooled:
+    """A sum of iterations over the sum of the horizons of their failures.
+
+    `low` and `high` bound its 95% interval over training runs; they are None with fewer than three seeds.
+    """
 
     value: float
     low: float | None = None
     high: float | None = None
 
 
-class Sample(NamedTuple):
-    """A number of one failure, in a cell of the grid."""
-
-    cell: Cell
-    seed: int
-    value: float
-
-
 @dataclass(frozen=True)
 class Group:
-    """The failures that a mean is over; None stands for all."""
+    """The failures that are pooled; None stands for all."""
 
     method: str
     lost: PartName = "all"
@@ -61,28 +53,29 @@ class Group:
 
 
 @dataclass(frozen=True)
-class GroupMean:
-    """A method's end cost over the horizon, averaged over cells of the grid that count alike.
+class GroupCost:
+    """What a method's recoveries from a group's failures cost; 1 is what recomputing costs.
 
     Attributes:
         group: of which failures.
-        cells: how many there are.
-        end_cost: the mean; 1 is what recomputing costs.
-        of_all_horizons: sum of the end costs over sum of the horizons: what counts for the time lost.
-        diverged: failures after which training diverged; they are in no mean.
-        declined: failures at which the method advised against itself, so that the horizon was recomputed.
+        failures: how many.
+        net: end costs less those of the method's control, where it has one: what a run without a failure could gain in
+            the same way is no merit of the recovery.
+        end_cost: with that gain.
+        diverged: failures after which training diverged; they are in no figure.
+        declined: failures at which the horizon was recomputed.
     """
 
     group: Group
-    cells: int
-    end_cost: Mean
-    of_all_horizons: float
+    failures: int
+    net: Pooled
+    end_cost: Pooled
     diverged: int
     declined: int
 
 
-def summarise(selection: Selection, outcomes: Sequence[Outcome]) -> dict[Group, GroupMean]:
-    """Means by method and lost part: of all, by workload, by stage, by interval, and by all of these."""
+def summarise(selection: Selection, outcomes: Sequence[Outcome]) -> dict[Group, GroupCost]:
+    """Costs by method and lost part: of all, by workload, by stage, by interval, and by all of these."""
     groups = product(
         selection.methods,
         selection.lost,
@@ -90,69 +83,72 @@ def summarise(selection: Selection, outcomes: Sequence[Outcome]) -> dict[Group, 
         (None, *selection.fractions),
         (None, *selection.intervals),
     )
-    found = (_group_mean(Group(*group), outcomes) for group in groups)
-    return {mean.group: mean for mean in found if mean is not None}
+    found = (_cost_of(Group(*group), outcomes) for group in groups)
+    return {cost.group: cost for cost in found if cost is not None}
 
 
-def _group_mean(group: Group, outcomes: Sequence[Outcome]) -> GroupMean | None:
+def _cost_of(group: Group, outcomes: Sequence[Outcome]) -> GroupCost | None:
     mine = [one for one in outcomes if group.holds(one)]
-    known = [one for one in mine if one.end_cost_iterations is not None]
+    known = [one for one in mine if one.net_iterations is not None]
     if not known:
         return None
-    return GroupMean(
+    return GroupCost(
         group,
-        cells=len({one.cell for one in known}),
-        end_cost=mean_of([Sample(one.cell, one.seed, one.over_horizon) for one in known]),
-        of_all_horizons=sum(one.over_horizon * one.point.horizon for one in known)
-        / sum(one.point.horizon for one in known),
+        failures=len(known),
+        net=pooled(known, lambda one: one.net_iterations or 0.0),
+        end_cost=pooled(known, lambda one: one.end_cost_iterations or 0.0),
         diverged=len(mine) - len(known),
-        declined=0 if group.method in (RECOMPUTE, MOVED) else sum(not one.formed for one in known),
+        declined=sum(not one.formed for one in known),
     )
 
 
-def differences(outcomes: Sequence[Outcome], method: str, other: str) -> list[Sample]:
-    """End costs over horizons minus those of another method, at the failures that both have."""
-    known = {
-        (one.method, one.cell, one.seed, one.point): one.over_horizon
-        for one in outcomes
-        if one.end_cost_iterations is not None
-    }
-    return [
-        Sample(cell, seed, value - known[other, cell, seed, point])
-        for (name, cell, seed, point), value in known.items()
-        if name == method and (other, cell, seed, point) in known
-    ]
+def difference(outcomes: Iterable[Outcome], method: str, other: str) -> Pooled | None:
+    """The net cost of a method less that of another one, at the failures that both have; None without any."""
+    net = {(one.method, one.workload, one.seed, one.point): one.net_iterations for one in outcomes}
+    paired = []
+    for one in outcomes:
+        beside = net.get((other, one.workload, one.seed, one.point))
+        if one.method == method and one.net_iterations is not None and beside is not None:
+            paired.append((one, one.net_iterations - beside))
+    costs = {id(one): cost for one, cost in paired}
+    return pooled([one for one, _ in paired], lambda one: costs[id(one)]) if paired else None
 
 
-def mean_of(samples: Sequence[Sample]) -> Mean:
-    """Mean over cells that count alike; in a cell, failures of a seed count as one.
+def pooled(outcomes: Sequence[Outcome], cost: Callable[[Outcome], float]) -> Pooled:
+    """Sum of the costs over the sum of the horizons of each workload, averaged over workloads.
 
-    The interval is Student's over training runs. A seed of a workload is one run, whatever cells it appears in; the
-    workload's seeds scatter around their mean, workloads are independent, and their degrees of freedom are combined as
-    Welch and Satterthwaite do.
+    The interval is Student's over training runs. A seed of a workload is one run; the workload's seeds scatter around
+    their mean, workloads are independent, and their degrees of freedom are combined as Welch and Satterthwaite do.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no outcome.
     """
-    if not samples:
-        raise ValueError("no samples")
-    cells: dict[Cell, dict[int, list[float]]] = {}
-    for cell, seed, value in samples:
-        cells.setdefault(cell, {}).setdefault(seed, []).append(value)
-    parts: dict[str, dict[int, float]] = {}
-    for cell, seeds in cells.items():
-        for seed, values in seeds.items():
-            of = parts.setdefault(cell.workload, {})
-            of[seed] = of.get(seed, 0.0) + statistics.fmean(values) / len(seeds) / len(cells)
-    mean = math.fsum(part for of in parts.values() for part in of.values())
-    if any(len(of) < MIN_SEEDS for of in parts.values()):
-        return Mean(mean)
-    variances = [len(of) * float(numpy.var(list(of.values()), ddof=1)) for of in parts.values()]
-    total = sum(variances)
+    if not outcomes:
+        raise ValueError("no outcomes")
+    runs: dict[str, dict[int, list[Outcome]]] = {}
+    for one in outcomes:
+        runs.setdefault(one.workload, {}).setdefault(one.seed, []).append(one)
+    parts = [_of_workload(list(seeds.values()), cost) for seeds in runs.values()]
+    count = len(parts)
+    mean = math.fsum(value for value, _, _ in parts) / count
+    if any(freedom < MIN_SEEDS - 1 for _, _, freedom in parts):
+        return Pooled(mean)
+    variances = [variance / count**2 for _, variance, _ in parts]
+    total = math.fsum(variances)
     if total == 0.0:
-        return Mean(mean, mean, mean)
-    freedom = 1.0 / sum(
-        (variance / total) ** 2 / (len(of) - 1) for variance, of in zip(variances, parts.values(), strict=True)
-    )
-    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom)) * math.sqrt(total)
-    return Mean(mean, mean - half, mean + half)
+        return Pooled(mean, mean, mean)
+    weights = [(variance / total) ** 2 / freedom for variance, (_, _, freedom) in zip(variances, parts, strict=True)]
+    half = float(stats.t.ppf(0.5 + CONFIDENCE / 2, 1.0 / sum(weights))) * math.sqrt(total)
+    return Pooled(mean, mean - half, mean + half)
+
+
+def _of_workload(seeds: Sequence[Sequence[Outcome]], cost: Callable[[Outcome], float]) -> tuple[float, float, int]:
+    """The ratio of sums over all seeds, its variance as a ratio estimator has it, and its degrees of freedom."""
+    costs = [math.fsum(map(cost, of)) for of in seeds]
+    horizons = [float(sum(one.point.horizon for one in of)) for of in seeds]
+    ratio = sum(costs) / sum(horizons)
+    if len(seeds) == 1:
+        return ratio, 0.0, 0
+    mean_horizon = statistics.fmean(horizons)
+    residuals = [(one - ratio * horizon) / mean_horizon for one, horizon in zip(costs, horizons, strict=True)]
+    return ratio, float(numpy.sum(numpy.square(residuals))) / (len(seeds) - 1) / len(seeds), len(seeds) - 1

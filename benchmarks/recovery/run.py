@@ -51,11 +51,11 @@ def main(
             bar = call.progress.add_task("recoveries", total=len(asked))
             found = pool.each(_outcomes, asked, lambda done: call.progress.update(bar, completed=done))
         outcomes = [outcome for of in found for outcome in of]
-        means = summarise(selection, outcomes)
-        show(call, selection, means, outcomes, worth)
-        call.leave(to_json(selection, means, outcomes, worth))
+        costs = summarise(selection, outcomes)
+        show(call, selection, costs, outcomes, worth)
+        call.leave(to_json(selection, costs, outcomes, worth))
         if json_path is not None:
-            draw(selection, means).savefig(json_path.with_suffix(".png"), dpi=110)
+            draw(selection, costs).savefig(json_path.with_suffix(".png"), dpi=110)
 
 
 def train(runs: Sequence[Run], workers: Workers, progress: Progress) -> Mapping[str, IterationWorth]:

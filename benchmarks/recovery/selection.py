@@ -38,8 +38,7 @@ class Selection:
     device: str = CPU
 
 
-CONTROLS = ("twin", "doubled", "placebo", "line-base")
-SHOWN = ("recompute", "recompute-moved", "stale", "line-x2", "line", "vitp", "oracle", *CONTROLS)
+SHOWN = ("auto", "recompute", "stale", "predicted", "moved", "oracle", "twin", "doubled", "placebo")
 QUICK = Selection("quick", ("gpt-0.4M-cosine10",), (50,), FRACTIONS, 1, 3, SHOWN)
 FULL = Selection("full", tuple(WORKLOADS), INTERVALS, FRACTIONS, 2, 5, find_methods(None))
 

@@ -115,6 +115,7 @@ class Trainer:
             self._model = task.model().to(self._device)
         self._parameters: dict[str, nn.Parameter] = dict(self._model.named_parameters())
         self._parts = _parts(workload.optimizer, self._parameters)
+        self._rate_factor, self._rate_until = 1.0, 0
         self.iteration = 0
 
     def step(self, batches_of: int | None = None) -> float:
@@ -126,11 +127,19 @@ class Trainer:
         nn.utils.clip_grad_norm_(self._parameters.values(), MAX_GRADIENT_NORM)
         for part in self._parts:
             for group in part.optimizer.param_groups:
-                group["lr"] = self._workload.learning_rate(self.iteration)
+                group["lr"] = self._learning_rate()
             part.optimizer.step()
             part.optimizer.zero_grad(set_to_none=True)
         self.iteration += 1
         return float(loss.detach())
+
+    def scale_rates(self, factor: float, until: int) -> None:
+        """Train the updates before iteration `until` at so many times the learning rates of the workload."""
+        self._rate_factor, self._rate_until = factor, until
+
+    def _learning_rate(self) -> float:
+        rate = self._workload.learning_rate(self.iteration)
+        return self._rate_factor * rate if self.iteration < self._rate_until else rate
 
     def train_to(self, iteration: int) -> None:
         """Train until `iteration` updates were made."""

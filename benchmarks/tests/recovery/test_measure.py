@@ -15,11 +15,12 @@ from cpsr.benchmarks.harness.processes import Workers
 from cpsr.benchmarks.recovery import measure, tune
 from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.ending import final_loss, worths
-from cpsr.benchmarks.recovery.grid import Cell, Point
+from cpsr.benchmarks.recovery.failure import Failure
+from cpsr.benchmarks.recovery.grid import Point
 from cpsr.benchmarks.recovery.lost import lost_part
 from cpsr.benchmarks.recovery.measure import Outcome, outcomes_at
-from cpsr.benchmarks.recovery.methods import Failure, form
-from cpsr.benchmarks.recovery.result import Group, Sample, differences, mean_of, summarise
+from cpsr.benchmarks.recovery.methods import form
+from cpsr.benchmarks.recovery.result import Group, difference, pooled, summarise
 from cpsr.benchmarks.recovery.run import main
 from cpsr.benchmarks.recovery.selection import FULL, QUICK, selection
 from cpsr.benchmarks.recovery.tasks import TASKS, gpt_task
@@ -68,7 +69,7 @@ def test_a_call_leaves_figures_and_a_finished_one_measures_nothing_again(
     one = dataclasses.replace(SELECTION, workloads=(SHORT.name,), intervals=(20,), points=1)
     main(one, tmp_path / "cache", tmp_path / "first.json", 1)
     report = json.loads((tmp_path / "first.json").read_text())
-    assert {mean["group"]["method"] for mean in report["means"]} == set(METHODS)
+    assert {cost["group"]["method"] for cost in report["costs"]} == set(METHODS)
     assert {method: len(of) for method, of in report["failures"][SHORT.name].items()} == dict.fromkeys(METHODS, 1)
     assert report["worths"][SHORT.name]["nats"] > 0
     assert (tmp_path / "first.png").stat().st_size > 0
@@ -97,22 +98,48 @@ def test_a_recovery_is_trained_to_the_end_and_costs_what_is_missing_there(run: T
     assert found.end_cost_iterations == pytest.approx(found.final_gap_nats / WORTH.nats)
 
 
-def test_the_control_moves_the_true_state_as_far_and_is_charged_the_horizon(run: Trajectory) -> None:
+def test_the_control_moves_the_true_state_as_far_and_is_taken_off_the_prediction(run: Trajectory) -> None:
     failure = Failure(run, POINT)
-    line, moved = form("line", failure).state, form("recompute-moved", failure).state
-    assert line is not None
+    predicted, moved = form("predicted", failure).state, form("moved", failure).state
+    assert predicted is not None
     assert moved is not None
     for name, values in moved.weights.items():
-        expected = failure.exact.weights[name] + (line.weights[name] - failure.checkpoint.weights[name])
+        expected = failure.exact.weights[name] + (predicted.weights[name] - failure.checkpoint.weights[name])
         torch.testing.assert_close(values, expected)
-    found = outcome(run, "recompute-moved")
-    assert found.final_gap_nats is not None
-    assert found.end_cost_iterations == pytest.approx(POINT.horizon + found.final_gap_nats / WORTH.nats)
+    cost, control = outcome(run, "predicted"), outcome(run, "moved")
+    assert cost.end_cost_iterations is not None
+    assert control.end_cost_iterations is not None
+    assert cost.net_iterations == pytest.approx(cost.end_cost_iterations - control.end_cost_iterations)
+    again = outcome(run, "moved-then-recompute")
+    assert again.end_cost_iterations is not None
+    assert again.final_gap_nats is not None
+    assert again.end_cost_iterations == pytest.approx(POINT.horizon + again.final_gap_nats / WORTH.nats)
+
+
+def test_auto_costs_what_the_way_costs_that_it_takes(run: Trajectory) -> None:
+    auto = outcome(run, "auto")
+    taken = outcome(run, auto.reason.split(":")[0])
+    assert (auto.end_cost_iterations, auto.net_iterations) == (taken.end_cost_iterations, taken.net_iterations)
+
+
+def test_a_rate_that_was_skipped_is_made_up(run: Trajectory) -> None:
+    formed, made_up = form("stale", Failure(run, POINT)), form("made-up", Failure(run, POINT))
+    assert formed.state is not None
+    assert made_up.state is not None
+    assert formed.state.digest() == made_up.state.digest()
+    trainer = run.trainer()
+    trainer.load(made_up.state)
+    trainer.scale_rates(made_up.rate_factor, made_up.rate_until)
+    skipped = TINY.times[POINT.failure] - TINY.times[POINT.checkpoint]
+    over = TINY.times[made_up.rate_until] - TINY.times[POINT.failure]
+    assert (made_up.rate_factor - 1.0) * over == pytest.approx(skipped)
+    assert outcome(run, "made-up").final_gap_nats == end_gap(run, trainer)
+    assert outcome(run, "made-up").control_iterations == outcome(run, "made-up-exact").end_cost_iterations
 
 
 def test_a_method_that_advises_against_itself_costs_the_horizon(run: Trajectory) -> None:
     early = Point(interval=50, fraction=0.25, checkpoint=100, failure=148)  # two checkpoints
-    found = outcome(run, "line", early)
+    found = outcome(run, "auto", early)
     assert (found.formed, found.end_cost_iterations) == (False, 48.0)
 
 
@@ -143,7 +170,7 @@ def test_survivors_keep_their_exact_state_and_only_what_was_lost_is_formed(run: 
     assert 0 < changed <= -(-sum(values.numel() for values in failure.weights.values()) // 4)
     trainer = run.trainer()
     trainer.load(state)
-    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "line", "scar", "oracle"), WORTH)}
+    outcomes = {one.method: one for one in outcomes_at(run, point, ("stale", "predicted", "scar", "oracle"), WORTH)}
     assert outcomes["stale"].final_gap_nats == end_gap(run, trainer)
     assert outcomes["oracle"].end_cost_iterations == 0.0
 
@@ -176,9 +203,9 @@ def test_a_lost_block_is_the_mean_of_its_neighbours(tmp_path: Path) -> None:
 def test_options_change_the_quick_and_the_full_selection() -> None:
     assert selection() == QUICK
     assert selection(full=True) == FULL
-    chosen = selection(points=2, workloads="gpt-0.4M,gpt-0.4M-cosine10-lower", methods="line,stale", lost="1/4,all")
+    chosen = selection(points=2, workloads="gpt-0.4M,gpt-0.4M-cosine10-lower", methods="auto,stale", lost="1/4,all")
     assert chosen.workloads == ("gpt-0.4M-cosine10", "gpt-0.4M-cosine10-lower")
-    assert (chosen.points, chosen.methods, chosen.lost) == (2, ("line", "stale"), ("all", "1/4"))
+    assert (chosen.points, chosen.methods, chosen.lost) == (2, ("auto", "stale"), ("all", "1/4"))
     for wrong in ({"workloads": "gpt"}, {"methods": "lime"}, {"lost": "1/3"}, {"intervals": "25"}):
         with pytest.raises(ConfigError):
             selection(**wrong)  # type: ignore[arg-type]  # one of four names
@@ -207,28 +234,39 @@ def test_the_best_rate_has_two_on_either_side_and_is_kept(tmp_path: Path) -> Non
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == times
 
 
-def scored(method: str, cost: float | None, checkpoint: int, seed: int = 0) -> Outcome:
-    point = Point(50, 0.5, checkpoint, checkpoint + HORIZON)
-    return Outcome(method, TINY.name, seed, point, cost != HORIZON, "", None if cost is None else 0.0, cost)
+def scored(method: str, cost: float | None, seed: int = 0, control: float = 0.0, horizon: int = HORIZON) -> Outcome:
+    point = Point(50, 0.5, 500, 500 + horizon)
+    gap = None if cost is None else 0.0
+    return Outcome(method, TINY.name, seed, point, cost != horizon, "", gap, cost, control)
 
 
-def test_costs_are_divided_by_the_horizon_counted_and_paired_by_failure() -> None:
+def test_costs_are_pooled_net_of_their_controls_and_paired_by_failure() -> None:
     costs = [(10.0, 30.0), (-10.0, 20.0), (20.0, 34.0), (40.0, 16.0)]
-    of = [scored("line", line, 500 + 100 * seed, seed) for seed, (line, _) in enumerate(costs)]
-    of += [scored("stale", stale, 500 + 100 * seed, seed) for seed, (_, stale) in reversed([*enumerate(costs)])]
-    of.append(scored("line", None, 900))
-    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,), methods=("line", "stale"))
-    means = summarise(asked, of)
-    for group in (Group("line"), Group("line", "all", TINY.name, 0.5, 50)):
-        line = means[group]
-        assert (line.cells, line.diverged, line.declined) == (1, 1, 1)
-        assert (line.end_cost.value, line.of_all_horizons) == pytest.approx((0.375, 0.375))
-    assert mean_of(differences(of, "line", "stale")).value == pytest.approx(-10 / HORIZON)
+    of = [scored("auto", auto, seed, -4.0 * (auto != HORIZON)) for seed, (auto, _) in enumerate(costs)]
+    of += [scored("stale", stale, seed) for seed, (_, stale) in reversed([*enumerate(costs)])]
+    of.append(scored("auto", None, 9))
+    asked = dataclasses.replace(SELECTION, intervals=(50,), fractions=(0.5,), methods=("auto", "stale"))
+    found = summarise(asked, of)
+    for group in (Group("auto"), Group("auto", "all", TINY.name, 0.5, 50)):
+        auto = found[group]
+        assert (auto.failures, auto.diverged, auto.declined) == (4, 1, 1)
+        assert (auto.end_cost.value, auto.net.value) == pytest.approx((60 / 160, 72 / 160))
+    less = difference(of, "auto", "stale")
+    assert less is not None
+    assert less.value == pytest.approx((72 - 100) / 160)
+    assert difference(of, "auto", "scar") is None
 
 
-def test_failures_of_one_seed_count_as_one_and_two_seeds_give_no_interval() -> None:
-    values, cell = [1.0, 2.0, 4.0], Cell("tiny", 50, 0.5)
-    found = mean_of([Sample(cell, seed, value) for seed, value in enumerate(values) for _ in range(20)])
-    expected = stats.t.interval(0.95, 2, numpy.mean(values), stats.sem(values))
-    assert (found.value, found.low, found.high) == pytest.approx((numpy.mean(values), *expected))
-    assert mean_of([Sample(cell, seed, 1.0) for seed in range(2)]).low is None
+def test_long_failures_count_more_and_seeds_give_the_interval() -> None:
+    costs = [1.0, 2.0, 4.0]
+    of = [
+        scored("stale", cost * horizon, seed, horizon=horizon)
+        for seed, cost in enumerate(costs)
+        for horizon in (10, 30)
+    ]
+    found = pooled(of, lambda one: one.end_cost_iterations or 0.0)
+    expected = stats.t.interval(0.95, 2, numpy.mean(costs), stats.sem(costs))
+    assert (found.value, found.low, found.high) == pytest.approx((numpy.mean(costs), *expected))
+    assert pooled(of[:4], lambda one: 1.0).low is None
+    uneven = [scored("stale", 10.0, 0, horizon=10), scored("stale", 0.0, 0, horizon=30)]
+    assert pooled(uneven, lambda one: one.end_cost_iterations or 0.0).value == pytest.approx(0.25)

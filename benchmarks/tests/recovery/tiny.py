@@ -14,7 +14,7 @@ from cpsr.benchmarks.recovery.tasks import FINAL_CHUNKS, batch_generator
 from cpsr.benchmarks.recovery.workload import Workload
 
 INPUTS = 12
-METHODS = ("recompute", "stale", "line", "line-x2", "oracle")
+METHODS = ("auto", "recompute", "stale", "predicted", "oracle")
 
 
 class TinyTask:
@@ -69,4 +69,4 @@ def called_here(work: Callable[..., Any], *arguments: Any) -> Any:
 def measured(path: Path) -> Any:
     """Every figure of a call."""
     report = json.loads(path.read_text())
-    return {key: report[key] for key in ("means", "against", "worths", "failures")}
+    return {key: report[key] for key in ("costs", "worths", "failures")}
