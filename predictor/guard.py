@@ -81,7 +81,7 @@ def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
 def of_length(forecast: Forecast, length: float) -> Forecast:
     """The forecast with all of its displacement this much as long; its settings record it.
 
-    The end cost to expect lies between the horizon, for the checkpoint's own weights, and the whole displacement's.
+    Of the expected end cost, the move is then this share; the skip stays.
 
     Args:
         forecast: a feasible one.
@@ -90,12 +90,13 @@ def of_length(forecast: Forecast, length: float) -> Forecast:
     if length == 1.0:
         return forecast
     shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
-    scaled: dict[str, Any] = {"gain": forecast.settings["gain"] * length} if "gain" in forecast.settings else {}
-    horizon = float(forecast.settings.get("horizon_iterations", forecast.expected_end_cost_iterations))
-    expected = horizon + length * (forecast.expected_end_cost_iterations - horizon)
-    if "expected_end_cost_iterations" in forecast.settings:
-        scaled["expected_end_cost_iterations"] = expected
-    return replace(shorter, settings={**forecast.settings, **scaled}, expected_end_cost_iterations=expected)
+    settings = dict(forecast.settings)
+    settings |= {name: settings[name] * length for name in ("gain", "move_iterations") if name in settings}
+    expected = forecast.expected_end_cost_iterations
+    if "move_iterations" in settings:
+        expected += settings["move_iterations"] - forecast.settings["move_iterations"]
+        settings["expected_end_cost_iterations"] = expected
+    return replace(shorter, settings=settings, expected_end_cost_iterations=expected)
 
 
 def _zeros(*shape: int) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch
 from cpsr.predictor.calibration import (
     HORIZON_ITERATIONS,
     MIN_CHECKPOINTS,
+    STALE,
     Context,
     Direction,
     Expected,
@@ -155,7 +156,7 @@ class LinePredictor:
         obstacle = self.obstacle(points, target)
         if obstacle is not None:
             return obstacle
-        context = context_of(target, points, straightness)
+        context = context_of(target, points[-1], straightness)
         if context.horizon_iterations > HORIZON_ITERATIONS:
             return f"nothing was measured beyond {HORIZON_ITERATIONS} iterations ahead"
         return self._choose(context, points, target)[1]
@@ -210,7 +211,7 @@ class LinePredictor:
         positions = self._path_positions(history, plan.usable)
         paths = self._path(history, plan.whole, positions)
         products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
-        context = context_of(target, points, straightness(products))
+        context = context_of(target, points[-1], straightness(products))
         setting, expected = self._choose(context, points, target)
         cost = expected.end_cost_iterations
         if context.horizon_iterations > HORIZON_ITERATIONS:
@@ -218,6 +219,7 @@ class LinePredictor:
         gain = setting.reach_iterations / context.horizon_iterations
         window = plan.usable[window_start(points, int(setting.window_iterations)) :]
         times = [history.entries[position].time for position in window]
+        row = (1.0,) if setting == STALE else line_coefficients(times, target.time, gain, self._base)
         factors = self._reach_factors(paths, context.straightness)
         ordered = sorted(factors.values()) or [1.0]
         settings = {
@@ -226,7 +228,10 @@ class LinePredictor:
             "direction": setting.direction,
             "operator_factors": [ordered[0], statistics.median(ordered), ordered[-1]],
             "expected_end_cost_iterations": cost,
+            "skip_iterations": expected.skip_iterations,
+            "move_iterations": expected.move_iterations,
             "expected_deviation_iterations": expected.deviation_iterations,
+            "lost_share": target.lost_share,
             "context": asdict(context),
         }
         # One of the checkpoints of the path may be damaged, and outside of the window.
@@ -235,10 +240,11 @@ class LinePredictor:
         return replace(
             plan,
             window=window,
-            row=line_coefficients(times, target.time, gain, self._base),
+            row=row,
             factors=factors,
             read=tuple(sorted({*window, *damaged_path})),
             obstacle="no operator here was saved in every checkpoint that could be predicted from" if lost else None,
+            note="the checkpoint's weights, unchanged: no move is expected to save more" if setting == STALE else "",
             settings=settings,
         )
 

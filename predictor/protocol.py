@@ -56,11 +56,13 @@ class Target:
         iteration: the failure step f.
         time: cumulative learning rate at f.
         peak_learning_rate: largest learning rate of the run so far.
+        lost_share: of the state, that the failure takes, in (0, 1]; the rest is exact.
     """
 
     iteration: int
     time: float
     peak_learning_rate: float
+    lost_share: float = 1.0
 
 
 @dataclass(frozen=True)

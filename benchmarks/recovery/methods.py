@@ -15,7 +15,6 @@ from cpsr.benchmarks.recovery.peers import checkfree, scar
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import ConfigError
-from cpsr.predictor.calibration import of_part
 from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
@@ -90,10 +89,10 @@ def repeats(method: str) -> bool:
     return method in (RECOMPUTE, MOVED_BACK)
 
 
-def target_of(trajectory: Trajectory, iteration: int) -> Target:
+def target_of(trajectory: Trajectory, iteration: int, lost_share: float = 1.0) -> Target:
     """A failure at that iteration as a predictor receives it."""
     workload = trajectory.workload
-    return Target(iteration, workload.times[iteration], workload.peak_until(iteration))
+    return Target(iteration, workload.times[iteration], workload.peak_until(iteration), lost_share)
 
 
 # The product's
@@ -102,8 +101,7 @@ def target_of(trajectory: Trajectory, iteration: int) -> Target:
 def decide(failure: Failure) -> str:
     """Which of its ways the product takes in mode `auto`; the guard may still refuse a prediction."""
     _, _, forecast = _forecast(LinePredictor(), failure)
-    charged = of_part(forecast, failure.part.share)
-    bound = charged.expected_end_cost_iterations + charged.expected_deviation_iterations
+    bound = forecast.expected_end_cost_iterations + forecast.expected_deviation_iterations
     if not forecast.feasible or bound >= failure.point.horizon:
         return RECOMPUTE
     return STALE if forecast.method == STALE else PREDICTED
@@ -116,7 +114,7 @@ def _forecast(predictor: StatePredictor, failure: Failure) -> tuple[StatePredict
         for _ in predictor.learn(trajectory.history(newest, point.interval)):
             pass
     history = trajectory.history(point.checkpoint, point.interval)
-    return predictor, history, predictor.forecast(history, target_of(trajectory, point.failure))
+    return predictor, history, predictor.forecast(history, target_of(trajectory, point.failure, failure.part.share))
 
 
 def _predicted(make: Callable[[], StatePredictor], failure: Failure) -> Formed:

@@ -4,12 +4,11 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from cpsr.benchmarks.harness.files import read_json, write_json
@@ -18,13 +17,7 @@ from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.end_cost import IterationWorth
 from cpsr.benchmarks.recovery.lost import LostPart, PartName, lost_part
 from cpsr.benchmarks.recovery.methods import target_of
-from cpsr.benchmarks.recovery.prior_fit import (
-    Left,
-    Recoveries,
-    fit,
-    leave_one_group_out,
-    recoveries_of,
-)
+from cpsr.benchmarks.recovery.prior_fit import Judged, Measured, fit, judge, measured_of
 from cpsr.benchmarks.recovery.run import train
 from cpsr.benchmarks.recovery.tasks import TASKS
 from cpsr.benchmarks.recovery.trainer import State
@@ -37,7 +30,7 @@ from cpsr.benchmarks.recovery.workload import (
     Workload,
     trained_with,
 )
-from cpsr.predictor.calibration import FEATURES, Table
+from cpsr.predictor.calibration import MOVE_TERMS, SKIP_TERMS, Table
 from cpsr.predictor.checkpoint_series import path_positions, reach_factor, straightness, window_start
 from cpsr.predictor.line import line_coefficients
 from cpsr.predictor.protocol import Target
@@ -73,12 +66,12 @@ class PriorRun:
     Attributes:
         workload: that is trained.
         seed: of its one run.
-        group: task and optimizer; runs of one group differ in schedule and rate alone.
+        family: of models, tasks, schedules and optimizers, that is held out as one.
     """
 
     workload: Workload
     seed: int
-    group: str
+    family: str
 
     def in_cache(self, cache: Path) -> Run:
         """The run as it is trained, kept there."""
@@ -105,7 +98,7 @@ def _runs() -> Iterator[PriorRun]:
             for step in steps:
                 name, rate = f"prior-{group}-{schedule}{step:+d}", best * RATE_STEP**step
                 workload = Workload(name, TASKS[task], schedule, rate, ITERATIONS, optimizer=optimizer)
-                yield PriorRun(workload, next(seeds), group)
+                yield PriorRun(workload, next(seeds), f"{group}-{schedule}")
 
 
 RUNS = tuple(_runs())
@@ -134,25 +127,21 @@ def main(
                 tick = lambda done: call.progress.update(bar, completed=done)  # noqa: E731 - one line says it
                 rows = collect(RUNS, failures, SETTINGS, cache, pool, tick)
             _write(data, rows, worths)
-        recoveries = _read(data)
-        table = fit(recoveries, _source(recoveries))
-        left = leave_one_group_out(recoveries, {run: run for run in recoveries.runs})
-        grouped = leave_one_group_out(recoveries, {run.workload.name: run.group for run in RUNS})
-        _show(call, recoveries, table)
-        _show_left(call, "Each run, by the table without it", left)
-        _show_left(call, "Each run, by the table without its task and optimizer", grouped)
+        measured = _read(data)
+        table, judged = fit(measured, _source(measured)), judge(measured)
+        _show(call, table, judged)
         if table_path is not None:
             table_path.write_text(table.to_json(), encoding="utf-8")
             call.console.print(f"table: {table_path}")
-        judged = {"left_out": [asdict(one) for one in left], "group_left_out": [asdict(one) for one in grouped]}
-        call.leave(judged | {"table": dict(table.source)})
+        call.leave({"held_out": [asdict(one) for one in judged], "table": dict(table.source)})
 
 
-def _read(data: Path) -> Recoveries:
+def _read(data: Path) -> list[Measured]:
     """What a call has left in its directory."""
     worths = json.loads((data / "worths.json").read_text(encoding="utf-8"))
     rows = map(json.loads, (data / "recoveries.jsonl").read_text(encoding="utf-8").splitlines())
-    return recoveries_of(rows, {name: IterationWorth(**worth) for name, worth in worths.items()})
+    families = {run.workload.name: run.family for run in RUNS}
+    return measured_of(rows, {name: IterationWorth(**worth) for name, worth in worths.items()}, families)
 
 
 def _write(data: Path, rows: Sequence[Mapping[str, Any]], worths: Mapping[str, IterationWorth]) -> None:
@@ -162,39 +151,28 @@ def _write(data: Path, rows: Sequence[Mapping[str, Any]], worths: Mapping[str, I
     (data / "worths.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
 
 
-def _source(recoveries: Recoveries) -> dict[str, object]:
+def _source(measured: Sequence[Measured]) -> dict[str, object]:
     return {
         "made_by": "cpsr bench prior",
         "score": "end cost",
-        "runs": sorted(set(recoveries.runs.tolist())),
-        "failures": len(set(recoveries.failures.tolist())),
-        "recoveries": len(recoveries.costs),
+        "runs": sorted({one.run for one in measured}),
+        "failures": len({one.failure for one in measured}),
+        "recoveries": len(measured),
     }
 
 
-def _show(call: Measurement, recoveries: Recoveries, table: Table) -> None:
-    call.console.print(
-        f"{table.source['recoveries']} recoveries at {table.source['failures']} failures; a single one scatters by "
-        f"{table.noise_iterations:.0f} iterations around the expectation of its run"
-    )
-    terms = zip(FEATURES, table.mean, table.covariance.diagonal(), strict=True)
-    rows = [(name, f"{mean:+.3f}", f"{variance**0.5:.3f}") for name, mean, variance in terms]
-    call.table("Terms of the expected end cost, in iterations", ("term", "coefficient", "between runs"), rows)
-
-
-def _show_left(call: Measurement, title: str, left: Sequence[Left]) -> None:
-    if not left:
-        return
-    rows = []
-    for one in left:
-        chosen = f"{numpy.mean(one.chosen_over_horizon):+.2f}"
-        costs = chosen, f"{one.recomputed:.0%}", f"{one.stale_over_horizon:+.2f}"
-        rows.append((one.run, str(one.recoveries), f"{one.correlation:+.2f}", *costs))
-    every = numpy.concatenate([one.chosen_over_horizon for one in left])
-    dearer = f"{numpy.mean(every > 1.0):.0%} cost more than recomputing"
-    caption = f"over {len(every)} failures: median {numpy.median(every):+.2f} u, {dearer}"
-    headings = ("run", "recoveries", "rank correlation", "chosen / u", "recomputed", "restart from c / u")
-    call.table(title, headings, rows, caption)
+def _show(call: Measurement, table: Table, judged: Sequence[Judged]) -> None:
+    rows = [
+        (term, f"{mean:+.3f}", f"{variance**0.5:.3f}", f"{curve.lost_exponent:.2f}")
+        for terms, curve in ((SKIP_TERMS, table.skip), (MOVE_TERMS, table.move))
+        for term, mean, variance in zip(terms, curve.mean, curve.covariance.diagonal(), strict=True)
+    ]
+    headings = ("term", "coefficient", "between families", "power of the lost share")
+    call.table("Skip and move, in iterations", headings, rows)
+    figures = [field.name for field in fields(Judged)][2:]
+    of_families = [(one.family, *(f"{getattr(one, name):.2f}" for name in figures)) for one in judged]
+    names = [name.replace("_", " ") for name in figures]
+    call.table("Each family by the table without it, in shares of u", ("family", *names), of_families)
 
 
 @dataclass(frozen=True)

@@ -1,121 +1,171 @@
-"""From measured recoveries to the predictor's prior table, and how well it does on a run that it has not seen."""
+"""From measured recoveries to the predictor's prior table, and how well it does on a family that it has not seen."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import optimize, stats
+from sklearn.linear_model import BayesianRidge
+from sklearn.model_selection import GroupKFold
 
 from cpsr.benchmarks.recovery.end_cost import IterationWorth, end_cost_iterations
-from cpsr.predictor.calibration import FEATURES, Context, Setting, Table, features
+from cpsr.predictor.calibration import (
+    FURTHEST_ITERATIONS,
+    MOVE_TERMS,
+    REACH_OF_WINDOW,
+    STALE,
+    WINDOW_SHARE_OF_AGE,
+    Context,
+    Curve,
+    Setting,
+    Table,
+    move_terms,
+    skip_terms,
+)
 from cpsr.predictor.checkpoint_series import path_places, straightness
+from cpsr.predictor.line import CAUTION_DEVIATIONS
 from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import merged
 
-__all__ = ["Left", "Recoveries", "fit", "leave_one_group_out", "recoveries_of"]
+__all__ = ["Judged", "Measured", "Part", "fit", "judge", "measured_of", "noise"]
 
-# Pulls coefficients that the data leave open to zero: a share of each feature's own mean square.
-RIDGE = 1e-2
 # Residuals beyond three robust deviations count less (Huber's weights): a few recoveries end far off.
 HUBER_DEVIATIONS = 3.0
 ROUNDS = 10
-# The network's direction may cost or save a fifth of the reach: no measurement shows that it saves anything.
+# Scatter of a single cost around its run's expectation: as many iterations, and this share of what is skipped or moved.
+NOISE_ITERATIONS, NOISE_SHARE = 6.0, 0.1
+MIN_FAMILIES = 3  # a spread between families needs some
+LOST_EXPONENTS = (1.0, 3.0)  # searched; a part costs its share at most
+# The network's direction may cost or save a fifth of the reach, while no measurement shows that it saves anything.
 UNSEEN_DEVIATION = 0.2
-# Before the residuals are known.
-FIRST_NOISE_ITERATIONS = 20.0
-
-MIN_RUNS = 3  # a spread between runs needs some
-
-BENT = FEATURES.index("reach * bent")
+BENT = MOVE_TERMS.index("reach * bent")
 
 _Array = NDArray[numpy.float64]
 
 
 @dataclass(frozen=True)
-class Recoveries:
-    """Measured end costs, one a row.
+class Measured:
+    """A cost that was measured, of a skip, of a move, or of both.
 
     Attributes:
-        terms: features, `(n, len(FEATURES))`.
+        family: of models, tasks and optimizers, that is held out as one.
+        run: its name.
+        failure: number of the failure among all.
+        context: of the failure.
+        setting: of the move; `STALE` for the skip alone.
+        alone: moved at the exact state, with nothing lost: the cost of the move alone.
+        cost_iterations: as measured.
+        move_iterations: of the move: the cost, or what it differs from the skip's; None for a skip.
+    """
+
+    family: str
+    run: str
+    failure: int
+    context: Context
+    setting: Setting
+    alone: bool
+    cost_iterations: float
+    move_iterations: float | None = None
+
+    @property
+    def allowed(self) -> bool:
+        """Whether the product would go as far."""
+        window, reach = self.setting.window_iterations, self.setting.reach_iterations
+        furthest = min(REACH_OF_WINDOW[-1] * window, FURTHEST_ITERATIONS)
+        return reach <= furthest and window <= WINDOW_SHARE_OF_AGE * self.context.age_iterations
+
+
+@dataclass(frozen=True)
+class Part:
+    """Costs of skips or of moves, one a row.
+
+    Attributes:
+        terms: `(n, terms)`; the first of them is what is skipped or moved.
         costs: in iterations, `(n,)`.
-        horizons: in iterations, `(n,)`.
         lost_shares: of the state, `(n,)`.
-        runs: names, `(n,)`.
-        failures: number of the failure among all, `(n,)`.
+        families: names, `(n,)`.
     """
 
     terms: _Array
     costs: _Array
-    horizons: _Array
     lost_shares: _Array
-    runs: NDArray[numpy.str_]
-    failures: NDArray[numpy.int64]
+    families: NDArray[numpy.str_]
 
-    @property
-    def whole(self) -> "Recoveries":
-        """Those after failures that took the whole state."""
-        return self.of(self.lost_shares == 1.0)
-
-    def of(self, chosen: NDArray[numpy.bool_]) -> "Recoveries":
+    def where(self, chosen: NDArray[numpy.bool_]) -> "Part":
         """The rows chosen."""
-        return Recoveries(**{name: values[chosen] for name, values in vars(self).items()})
+        return Part(**{name: values[chosen] for name, values in vars(self).items()})
 
 
 @dataclass(frozen=True)
-class Left:
-    """How a table does on a run that it is not fitted to.
+class Judged:
+    """How a table does on a family that it is not fitted to.
 
     Attributes:
-        run: its name.
-        recoveries: measured in it, after failures that took the whole state.
-        correlation: rank correlation (Spearman) of expected and measured cost.
-        chosen_over_horizon: of each failure the cost over the horizon: that of the measured setting with the lowest
-            expectation among those that are safe (`Calibration.best`), or 1 where none is and it recomputes.
+        family: its name.
+        failures: of its runs, that took the whole state.
+        deviation: mean distance of the expected from the measured cost over the settings that the product may take,
+            by the pooled horizon.
+        surprise: distance of the family's pooled cost from the expected one, in the deviations that the table states.
+        inside_68, inside_95: shares of the measured costs within these intervals, their own noise included.
+        chosen: what the rule's choices cost, by the pooled horizon; 1 recomputes.
         recomputed: share of the failures at which it recomputes.
-        stale_over_horizon: mean over failures of going on from the checkpoint.
+        regret: that cost over the cheapest measured arm of each failure, chance included.
+        stale: cost of going on from the checkpoint, by the pooled horizon.
     """
 
-    run: str
-    recoveries: int
-    correlation: float
-    chosen_over_horizon: tuple[float, ...]
+    family: str
+    failures: int
+    deviation: float
+    surprise: float
+    inside_68: float
+    inside_95: float
+    chosen: float
     recomputed: float
-    stale_over_horizon: float
+    regret: float
+    stale: float
 
 
-def recoveries_of(rows: Iterable[Mapping[str, Any]], worths: Mapping[str, IterationWorth]) -> Recoveries:
-    """The rows of `collect`, their final gaps in iterations; recoveries that diverged are left out."""
-    terms, costs, horizons, shares, runs, failures = [], [], [], [], [], []
+def measured_of(
+    rows: Iterable[Mapping[str, Any]], worths: Mapping[str, IterationWorth], family_of: Mapping[str, str]
+) -> list[Measured]:
+    """The rows of `collect`, their final gaps in iterations; what diverged is left out."""
+    found: list[Measured] = []
     for number, row in enumerate(rows):
+        skip: float | None = None
         for recovery in row["recoveries"]:
             if recovery["final_gap_nats"] is None:
                 continue
             cost = end_cost_iterations(recovery["final_gap_nats"], worths[row["run"]])
-            share = row["lost_share"]
-            terms.append(share * _terms(row, recovery["setting"]))
-            costs.append(cost)
-            horizons.append(row["failure"] - row["checkpoint"])
-            shares.append(share)
-            runs.append(row["run"])
-            failures.append(number)
-    return Recoveries(*map(numpy.array, (terms, costs, horizons, shares, runs, failures)))
+            context, alone = _context(row), recovery.get("alone", False)
+            if recovery["setting"] is None:
+                setting, skip, move = STALE, cost, None
+            elif not alone and skip is None:  # the skip diverged: there is no difference
+                continue
+            else:
+                setting = _setting(recovery["setting"], context)
+                move = cost if alone or skip is None else cost - skip
+            family = family_of[row["run"]]
+            found.append(Measured(family, row["run"], number, context, setting, alone, cost, move))
+    return found
 
 
-def _terms(row: Mapping[str, Any], setting: Mapping[str, Any] | None) -> _Array:
-    horizon = row["failure"] - row["checkpoint"]
-    context = Context(
-        horizon_iterations=horizon,
+def _setting(kept: Mapping[str, Any], context: Context) -> Setting:
+    reach = kept["gain"] * context.horizon_iterations
+    return Setting(kept["window_iterations"], reach, kept.get("direction", "line"))
+
+
+def _context(row: Mapping[str, Any]) -> Context:
+    return Context(
+        horizon_iterations=row["failure"] - row["checkpoint"],
         age_iterations=row["checkpoint"],
-        interval_iterations=row["interval"],
         learning_rate_ratio=row["learning_rate"] / row["peak_learning_rate"],
         straightness=_straightness(row),
+        lost_share=row["lost_share"],
     )
-    if setting is None:  # the checkpoint itself: no window matters where nothing is followed
-        return features(context, Setting(float(row["interval"]), 0.0))
-    return features(context, Setting(setting["window_iterations"], setting["gain"] * horizon))
 
 
 def _straightness(row: Mapping[str, Any]) -> float:
@@ -125,74 +175,138 @@ def _straightness(row: Mapping[str, Any]) -> float:
     return straightness(merged(torch.tensor(row["products"], dtype=torch.float64), path_places(points)))
 
 
-def fit(recoveries: Recoveries, source: Mapping[str, Any]) -> Table:
-    """Mean and covariance of the coefficients over runs.
-
-    The mean is a robust ridge regression over all recoveries: `b` over all R runs, and `b_r` without run r. A run's own
-    coefficients are `b - (R - 1) (b_r - b)`, as for a mean over runs. Their covariance, once more for the error of the
-    mean, is what a new run may differ by.
+def fit(measured: Sequence[Measured], source: Mapping[str, Any]) -> Table:
+    """Both curves.
 
     Raises:
-        ValueError: fewer than 3 runs.
+        ValueError: fewer than 3 families.
     """
-    names = sorted(set(recoveries.runs))
-    if len(names) < MIN_RUNS:
-        raise ValueError(f"{len(names)} runs do not show how runs differ; {MIN_RUNS} are needed")
-    mean, noise, inverse = _regression(recoveries)
-    without = [_regression(recoveries.of(recoveries.runs != name))[0] for name in names]
-    shifts = numpy.array(without) - mean
-    between = (len(names) - 1) * (1 + 1 / len(names)) * shifts.T @ shifts
-    covariance = between + inverse
-    covariance[BENT], covariance[:, BENT] = 0.0, 0.0
-    mean[BENT], covariance[BENT, BENT] = 0.0, UNSEEN_DEVIATION**2
-    return Table(mean, covariance, noise, source)
+    skips = [one for one in measured if one.move_iterations is None]
+    moves = [one for one in measured if one.move_iterations is not None and one.allowed]
+    skip = _curve(_part(skips))
+    move = _curve(_part(moves))
+    if not any(one.setting.direction == "vitp" for one in moves):
+        move.covariance[BENT], move.covariance[:, BENT] = 0.0, 0.0
+        move.covariance[BENT, BENT] = UNSEEN_DEVIATION**2
+    return Table(skip, move, source)
 
 
-def leave_one_group_out(recoveries: Recoveries, group_of: Mapping[str, str]) -> list[Left]:
-    """Judge the fit on every run by the table without the run's whole group.
+def _part(measured: Sequence[Measured]) -> Part:
+    rows = []
+    for one in measured:
+        skip = one.move_iterations is None
+        terms = skip_terms(one.context) if skip else move_terms(one.context, one.setting)
+        share = 1.0 if one.alone else one.context.lost_share
+        cost = one.cost_iterations if one.move_iterations is None else one.move_iterations
+        rows.append((terms, cost, share, one.family))
+    return Part(*map(numpy.array, zip(*rows, strict=True)))
 
-    Args:
-        recoveries: of some groups; one that leaves fewer than 3 other runs is not judged.
-        group_of: the group of each run.
+
+def noise(terms: _Array, lost_shares: _Array) -> _Array:
+    """Standard deviation of each single cost around its run's expectation, up to a common factor; `(n,)`."""
+    return NOISE_ITERATIONS + NOISE_SHARE * lost_shares * numpy.abs(terms[:, 0])
+
+
+def _curve(part: Part) -> Curve:
+    """Mean and covariance of the coefficients over families, and the power of the lost share.
+
+    The mean is `b` over all F families, and `b_f` without family f. A family's own coefficients are
+    `b - (F - 1) (b_f - b)`, as for a mean over families. Their covariance, once more for the error of the mean, is what
+    a new family may differ by. The posterior covariance of the regression is added.
+
+    Raises:
+        ValueError: fewer than 3 families.
     """
-    found, whole = {}, recoveries.whole
-    for group in {group_of[run] for run in recoveries.runs}:
-        others = recoveries.of(numpy.array([group_of[run] != group for run in recoveries.runs]))
-        if len(set(others.runs)) < MIN_RUNS:
-            continue
-        table = fit(others, {})
-        for name in {run for run in recoveries.runs if group_of[run] == group}:
-            found[name] = _judged(name, whole.of(whole.runs == name), table)
-    return [found[name] for name in sorted(found)]
+    whole = part.where(part.lost_shares == 1.0)
+    count = len(set(whole.families))
+    if count < MIN_FAMILIES:
+        raise ValueError(f"{count} families do not show how families differ; {MIN_FAMILIES} are needed")
+    mean, posterior = _regression(whole)
+    folds = GroupKFold(count).split(whole.terms, groups=whole.families)
+    shifts = numpy.array([_regression(_rows(whole, kept))[0] for kept, _ in folds]) - mean
+    between = (count - 1) * (1 + 1 / count) * shifts.T @ shifts
+    return Curve(mean, between + posterior, _lost_exponent(part.where(part.lost_shares < 1.0), mean))
 
 
-def _judged(name: str, mine: Recoveries, table: Table) -> Left:
-    expected = mine.terms @ table.mean
-    deviation = numpy.sqrt(numpy.einsum("ni,ij,nj->n", mine.terms, table.covariance, mine.terms))
-    chosen, stale = [], []
-    for failure in sorted(set(mine.failures)):
-        rows = numpy.flatnonzero(mine.failures == failure)
-        horizon = mine.horizons[rows[0]]
-        safe = [row for row in rows if expected[row] + deviation[row] < horizon]
-        chosen.append(mine.costs[min(safe, key=lambda row: expected[row])] / horizon if safe else 1.0)
-        stale.append(mine.costs[rows[0]] / horizon)
-    correlation = float(stats.spearmanr(expected, mine.costs).statistic)
-    recomputed = float(numpy.mean([cost == 1.0 for cost in chosen]))
-    costs = tuple(float(cost) for cost in chosen)
-    return Left(name, len(mine.costs), correlation, costs, recomputed, float(numpy.mean(stale)))
+def _rows(part: Part, places: NDArray[numpy.int64]) -> Part:
+    chosen = numpy.zeros(len(part.costs), dtype=bool)
+    chosen[places] = True
+    return part.where(chosen)
 
 
-def _regression(recoveries: Recoveries) -> tuple[_Array, float, _Array]:
-    """Coefficients, noise of one recovery in iterations, and the covariance of the coefficients for given runs."""
-    terms, costs = recoveries.terms, recoveries.costs
-    noise = FIRST_NOISE_ITERATIONS
-    huber = numpy.ones(len(costs))
+def _regression(part: Part) -> tuple[_Array, _Array]:
+    """Bayesian ridge regression with Huber's weights: coefficients, and their covariance for given families."""
+    scale = noise(part.terms, part.lost_shares)
+    terms, costs = part.terms / scale[:, None], part.costs / scale
+    sizes = numpy.sqrt(numpy.mean(terms**2, axis=0))
+    sizes[sizes == 0.0] = 1.0  # a term that was never drawn keeps its prior
+    model, huber = BayesianRidge(fit_intercept=False), numpy.ones(len(scale))
     for _ in range(ROUNDS):
-        weighted = terms * (huber / noise**2)[:, None]
-        normal = weighted.T @ terms
-        normal += RIDGE * numpy.diag(numpy.diag(normal)) + numpy.eye(len(FEATURES)) * 1e-9
-        mean = numpy.asarray(numpy.linalg.solve(normal, weighted.T @ costs), dtype=numpy.float64)
-        residuals = costs - terms @ mean
-        noise = max(float(stats.median_abs_deviation(residuals, scale="normal")), 1.0)
-        huber = numpy.minimum(1.0, HUBER_DEVIATIONS * noise / numpy.maximum(numpy.abs(residuals), 1e-9))
-    return mean, noise, numpy.asarray(numpy.linalg.inv(normal), dtype=numpy.float64)
+        root = numpy.sqrt(huber)
+        model.fit(terms / sizes * root[:, None], costs * root)
+        residuals = costs - model.predict(terms / sizes)
+        spread = HUBER_DEVIATIONS * stats.median_abs_deviation(residuals, scale="normal")
+        huber = numpy.minimum(1.0, spread / numpy.maximum(numpy.abs(residuals), 1e-9))
+    return model.coef_ / sizes, model.sigma_ / numpy.outer(sizes, sizes)
+
+
+def _lost_exponent(parts: Part, mean: _Array) -> float:
+    """The power of the share that the costs of lost parts follow; 1 without any."""
+    if not len(parts.costs):
+        return LOST_EXPONENTS[0]
+    whole, scale = parts.terms @ mean, noise(parts.terms, parts.lost_shares)
+
+    def misfit(exponent: float) -> float:
+        return float(numpy.sum(numpy.abs(parts.costs - parts.lost_shares**exponent * whole) / scale))
+
+    return float(optimize.minimize_scalar(misfit, bounds=LOST_EXPONENTS, method="bounded").x)
+
+
+def judge(measured: Sequence[Measured]) -> list[Judged]:
+    """Judge the fit on every family by the table without it, where the whole state was lost.
+
+    Families that leave fewer than 3 others are not judged.
+    """
+    families, judged = sorted({one.family for one in measured}), []
+    for family in families:
+        if len(families) <= MIN_FAMILIES:
+            continue
+        table = fit([one for one in measured if one.family != family], {})
+        mine = [one for one in measured if one.family == family and one.context.lost_share == 1.0 and not one.alone]
+        judged.append(_judged(family, [one for one in mine if one.allowed or one.setting == STALE], table))
+    return judged
+
+
+def _judged(family: str, mine: Sequence[Measured], table: Table) -> Judged:
+    expected = [table.expected(one.context, one.setting) for one in mine]
+    horizons = numpy.array([one.context.horizon_iterations for one in mine])
+    errors = numpy.array(
+        [one.cost_iterations - cost.end_cost_iterations for one, cost in zip(mine, expected, strict=True)]
+    )
+    stated = numpy.array([cost.deviation_iterations for cost in expected])
+    moved = numpy.array([one.setting.reach_iterations for one in mine])
+    single = numpy.hypot(stated, NOISE_ITERATIONS + NOISE_SHARE * numpy.maximum(horizons, moved))
+    chosen, recomputed, stale, cheapest, lost = [], [], [], [], []
+    for failure in sorted({one.failure for one in mine}):
+        arms = [one for one in mine if one.failure == failure]
+        horizon = arms[0].context.horizon_iterations
+        setting, cost = table.best(arms[0].context, [one.setting for one in arms], CAUTION_DEVIATIONS)
+        recomputed.append(cost.bound(CAUTION_DEVIATIONS) >= horizon)
+        of_setting = next(one.cost_iterations for one in arms if one.setting == setting)
+        chosen.append(horizon if recomputed[-1] else of_setting)
+        stale.append(next((one.cost_iterations for one in arms if one.setting == STALE), math.nan))
+        cheapest.append(min(horizon, *(one.cost_iterations for one in arms)))
+        lost.append(horizon)
+    total = sum(lost)
+    return Judged(
+        family,
+        len(lost),
+        float(numpy.abs(errors).sum() / horizons.sum()),
+        float(errors.sum() / stated.sum()),
+        float(numpy.mean(numpy.abs(errors) < single)),
+        float(numpy.mean(numpy.abs(errors) < 2 * single)),
+        sum(chosen) / total,
+        float(numpy.mean(recomputed)),
+        (sum(chosen) - sum(cheapest)) / total,
+        float(numpy.nansum(stale) / total),
+    )

@@ -16,7 +16,6 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import UnsupportedEngineError
 from cpsr.job import Job
 from cpsr.journal import Beginning
-from cpsr.predictor.calibration import of_part
 from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
 from cpsr.predictor.protocol import Forecast, StatePredictor, Target
 from cpsr.restart.restored_state import Recomputes, Refusal, RefusedError, Restored
@@ -155,8 +154,7 @@ class StatePrediction:
                 nothing is predicted here; a collective. None: no rank has left one.
             recomputed_iterations: refuse where the expected end cost and its uncertainty are not below these, which an
                 exact restart recomputes; None predicts at any expected cost.
-            lost_share: of the state, that is predicted; the rest is exact. The expected end cost is that share of the
-                cost of a whole prediction.
+            lost_share: of the state, that is predicted; the rest is exact.
 
         Returns:
             How the life begins, without sources.
@@ -176,29 +174,29 @@ class StatePrediction:
                 failure_iteration,
                 scalars.cumulative_learning_rate + sum(rates),
                 max([scalars.peak_learning_rate, *rates]),
+                lost_share,
             )
             forecast = self.predictor.forecast(history, target)
-            charged = of_part(forecast, lost_share)
-            refusal = _refusal(charged, recomputed_iterations)
+            refusal = _refusal(forecast, recomputed_iterations)
             if not self._group.all(refusal is None):
-                raise _refused(refusal or "another rank cannot predict its part", charged, {})
+                raise _refused(refusal or "another rank cannot predict its part", forecast, {})
             limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
-                raise _refused(guard["finite"]["reason"], charged, guard)
+                raise _refused(guard["finite"]["reason"], forecast, guard)
             decided = time.perf_counter() - started
             lost = take_dump is None or not take_dump()
             if take_dump is not None and not self.finite():
-                raise _refused("what a rank left is not finite", charged, guard)
+                raise _refused("what a rank left is not finite", forecast, guard)
             tried, reason, seconds = self._write_and_judge(scalars, history, limited, loss_checkpoint, guard, lost)
-            charged, seconds = of_part(tried, lost_share), (decided + seconds[0], seconds[1])
+            seconds = decided + seconds[0], seconds[1]
             if not guard["loss"]["accepted"]:
-                raise _refused(reason, charged, guard, *seconds)
+                raise _refused(reason, tried, guard, *seconds)
             return replace(
                 exact,
                 beginning=Beginning.PREDICTED,
                 restored_iteration=failure_iteration,
                 reason=reason,
-                forecast=charged,
+                forecast=tried,
                 guard=guard,
                 cumulative_learning_rate=target.time,
                 predict_seconds=seconds[0],

@@ -7,68 +7,76 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.predictor.calibration import (
-    FEATURES,
-    REACH_OF_HORIZON,
+    MOVE_TERMS,
     REACH_OF_WINDOW,
+    SKIP_TERMS,
+    STALE,
     Context,
-    Expected,
+    Curve,
     Setting,
     Table,
     candidates,
     context_of,
-    of_part,
     table,
     windows,
 )
-from cpsr.predictor.protocol import Forecast, HistoryEntry, Target
+from cpsr.predictor.protocol import HistoryEntry, Target
 
-CONTEXT = Context(horizon_iterations=42, age_iterations=1500, interval_iterations=50, learning_rate_ratio=0.5)
+CONTEXT = Context(horizon_iterations=42, age_iterations=1500, learning_rate_ratio=0.5)
 SETTING = Setting(window_iterations=300, reach_iterations=120)
 
 
-def small_table() -> Table:
-    """Following the line is expected to save half of the reach."""
-    mean = numpy.zeros(len(FEATURES))
-    mean[FEATURES.index("horizon")] = 1.0
-    mean[FEATURES.index("reach")] = -0.5
-    return Table(mean, 0.01 * numpy.eye(len(FEATURES)), 5.0, {"recoveries": 3})
+def small_table(turning_deviation: float = 0.0) -> Table:
+    """A skip costs what is skipped, and following the line is expected to save half of the reach."""
+    skip, move = numpy.zeros(len(SKIP_TERMS)), numpy.zeros(len(MOVE_TERMS))
+    skip[SKIP_TERMS.index("u")], move[MOVE_TERMS.index("reach")] = 1.0, -0.5
+    covariance = numpy.zeros((len(move), len(move)))
+    turning = MOVE_TERMS.index("reach * (reach + window) / age")
+    covariance[turning, turning] = turning_deviation**2
+    return Table(Curve(skip, 0.01 * numpy.eye(len(skip)), 2.0), Curve(move, covariance, 1.0), {"recoveries": 3})
 
 
-def test_a_part_of_the_state_costs_its_share() -> None:
-    part = Expected(40.0, 12.0).of_part(0.25)
-    assert (part.end_cost_iterations, part.deviation_iterations) == (10.0, 3.0)
-    settings = {"expected_end_cost_iterations": 36.0, "expected_deviation_iterations": 12.0, "gain": 2.0}
-    charged = of_part(Forecast("line", True, {}, 40.0, "", settings), 0.25)  # one operator's own series costs more
-    assert (charged.expected_end_cost_iterations, charged.expected_deviation_iterations) == (10.0, 3.0)
-    assert charged.settings == {
-        "expected_end_cost_iterations": 9.0,
-        "expected_deviation_iterations": 3.0,
-        "gain": 2.0,
-        "lost_share": 0.25,
-    }
-    unknown = of_part(Forecast("x", True, {}, 40.0, ""), 0.25)
-    assert (unknown.expected_end_cost_iterations, unknown.settings) == (10.0, {"lost_share": 0.25})
+def test_skip_and_move_add_up() -> None:
+    prior = small_table(turning_deviation=0.05)
+    found = prior.expected(CONTEXT, SETTING)
+    assert (found.skip_iterations, found.move_iterations) == (42.0, -60.0)
+    assert found.end_cost_iterations == -18.0
+    stale = prior.expected(CONTEXT, STALE)
+    assert (stale.end_cost_iterations, stale.move_iterations) == (42.0, 0.0)
+    assert found.deviation_iterations == pytest.approx(math.hypot(stale.deviation_iterations, 0.05 * 120 * 420 / 1500))
+
+
+def test_a_part_of_the_state_costs_less_than_its_share_and_is_as_uncertain() -> None:
+    whole, part = (small_table(0.05).expected(replace(CONTEXT, lost_share=share), SETTING) for share in (1.0, 0.25))
+    assert (part.skip_iterations, part.move_iterations) == (42.0 / 16, -15.0)
+    assert part.deviation_iterations == pytest.approx(0.25 * whole.deviation_iterations)
 
 
 def test_the_lowest_expectation_among_the_safe_settings_is_chosen() -> None:
-    covariance = numpy.zeros((len(FEATURES), len(FEATURES)))
-    covariance[FEATURES.index("(reach / age)**2 * 200"), FEATURES.index("(reach / age)**2 * 200")] = 1.0
-    prior = Table(small_table().mean, covariance, 5.0, {})
-    young = replace(CONTEXT, age_iterations=300)
-    near, far, reckless = (replace(SETTING, reach_iterations=reach) for reach in (20.0, 60.0, 400.0))
+    prior, young = small_table(turning_deviation=0.5), replace(CONTEXT, age_iterations=600)
+    near, far, reckless = (replace(SETTING, reach_iterations=reach) for reach in (20.0, 40.0, 400.0))
     bounds = [prior.expected(young, setting).bound(1.0) for setting in (near, far, reckless)]
     assert max(bounds[:2]) < young.horizon_iterations < bounds[2]
-    assert prior.best(young, [near, far, reckless], 1.0)[0] == far
+    assert prior.best(young, [STALE, near, far, reckless], 1.0)[0] == far
+
+
+def test_the_table_is_read_as_it_was_written() -> None:
+    written = table().to_json()
+    assert Table.from_json(written).to_json() == written
+    with pytest.raises(ValueError, match="version 3"):
+        Table.from_json('{"version": 3}')
 
 
 def test_the_shipped_table_is_usable() -> None:
     shipped = table()
-    assert shipped.mean.shape == (len(FEATURES),)
-    assert numpy.linalg.eigvalsh(shipped.covariance).min() > 0.0
-    assert shipped.noise_iterations > 0.0
+    for curve, terms in ((shipped.skip, SKIP_TERMS), (shipped.move, MOVE_TERMS)):
+        assert curve.mean.shape == (len(terms),)
+        assert numpy.linalg.eigvalsh(curve.covariance).min() > 0.0
+        assert 1.0 <= curve.lost_exponent <= 3.0
     assert shipped.source["score"] == "end cost"
-    expected = shipped.expected(CONTEXT, replace(SETTING, reach_iterations=0.0))
-    assert 0.3 * 42 < expected.end_cost_iterations < 2.0 * 42  # the checkpoint as it is: about the horizon
+    assert 0.5 * 42 < shipped.expected(CONTEXT, STALE).end_cost_iterations < 1.5 * 42
+    late = replace(CONTEXT, learning_rate_ratio=0.1)
+    assert shipped.expected(late, STALE).bound(1.0) < 42, "late in a cosine a skip costs less than recomputing"
 
 
 PEAK = 1e-3
@@ -99,15 +107,20 @@ def test_windows_hold_three_checkpoints_and_no_more_than_there_is(
     assert windows(series(newest, interval, count)) == expected
 
 
+def test_without_a_line_there_is_the_checkpoint() -> None:
+    context = context_of(Target(30, 30.0, PEAK, 0.5), HistoryEntry(20, 20.0, PEAK / 2))
+    assert context == Context(10.0, 20.0, 0.5, lost_share=0.5)
+    assert candidates(context, []) == [STALE]
+
+
 @given(st.integers(3, 40), st.integers(1, 400), st.integers(1, 300))
-def test_there_is_always_a_setting(count: int, interval: int, horizon: int) -> None:
+def test_every_setting_has_its_window(count: int, interval: int, horizon: int) -> None:
     entries = [HistoryEntry(place * interval, float(place), PEAK) for place in range(1, count + 1)]
     target = Target(entries[-1].iteration + horizon, float(count + 1), PEAK)
-    context = context_of(target, entries)
-    found = candidates(context, windows(entries))
-    assert found
-    for setting in found:
-        furthest = max(REACH_OF_WINDOW[-1] * setting.window_iterations, horizon)
-        assert REACH_OF_HORIZON[0] * horizon <= setting.reach_iterations <= furthest
+    stale, *moves = candidates(context_of(target, entries[-1]), windows(entries))
+    assert stale == STALE
+    assert moves
+    for setting in moves:
+        assert 0.0 < setting.reach_iterations <= REACH_OF_WINDOW[-1] * setting.window_iterations
         fits = [entry for entry in entries if entry.iteration >= entries[-1].iteration - setting.window_iterations]
         assert len(fits) >= 3

@@ -210,13 +210,13 @@ def expected_costs(
     longest = 0
     for interval in INTERVALS_ITERATIONS:
         horizons = [max(1, round(share * interval)) for share in HORIZON_SHARES]
-        found = [_expected(situation, kept, interval, horizon, straight) for horizon in horizons]
+        found = [_expected(situation, kept, interval, horizon, straight, lost) for horizon in horizons]
         possible = [(horizon, one) for horizon, one in zip(horizons, found, strict=True) if one is not None]
         if len(possible) < len(horizons):
             break
         longest = interval
         rows += [(float(horizon), float(interval)) for horizon, _ in possible]
-        expected += [one.of_part(lost) for _, one in possible]
+        expected += [one for _, one in possible]
     if not rows:
         return None
     places = numpy.array(rows)
@@ -234,7 +234,7 @@ def expected_costs(
 
 
 def _expected(
-    situation: Situation, kept: Retention, interval: int, horizon: int, straightness: float
+    situation: Situation, kept: Retention, interval: int, horizon: int, straightness: float, lost: float
 ) -> Expected | None:
     """Expected end cost with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
     count = min(kept.history_checkpoints(interval), situation.iteration // interval + 1)
@@ -244,7 +244,7 @@ def _expected(
         for iteration in range(situation.iteration - (count - 1) * interval, situation.iteration + 1, interval)
     ]
     failure = situation.iteration + horizon
-    target = Target(failure, rate * failure, situation.peak_learning_rate)
+    target = Target(failure, rate * failure, situation.peak_learning_rate, lost)
     # Without the run's measurements, which are added later.
     found = LinePredictor().expected(points, target, straightness)
     return None if isinstance(found, str) else found
