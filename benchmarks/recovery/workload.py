@@ -96,7 +96,7 @@ def trained_with(task: str, optimizer: OptimizerName) -> str:
 
 ITERATIONS = 1200
 RATE_STEP = 1.4
-# Peak rates at which trainings of this length end best: benchmarks/results/2026-11-23-tune*.json (`cpsr bench tune`).
+# Peak rates at which trainings of this length end best: benchmarks/results/*-tune*.json (`cpsr bench tune`).
 TUNED: dict[tuple[str, Schedule], float] = {
     ("gpt-0.1M", "cosine"): 2.744e-3,
     ("gpt-0.1M", "cosine10"): 2.744e-3,
@@ -104,6 +104,9 @@ TUNED: dict[tuple[str, Schedule], float] = {
     ("gpt-0.4M", "cosine10"): 2.744e-3,
     ("gpt-0.4M-documentation", "cosine10"): 3.842e-3,
     ("gpt-0.4M-headers", "cosine10"): 3.842e-3,
+    ("gpt-0.4M-perl", "cosine10"): 2.744e-3,
+    ("gpt-0.4M-debian", "cosine10"): 5.378e-3,
+    ("lstm-0.2M-perl", "cosine10"): 2.066e-2,
 }
 # Of the best rate, and of its neighbours in the sweep.
 BESIDE = {"": 1.0, "-lower": 1 / RATE_STEP, "-higher": RATE_STEP}
