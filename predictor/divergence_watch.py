@@ -53,30 +53,18 @@ class Watch:
 
     Args:
         baseline_losses: mean training losses (over all ranks) just before the checkpoint or the failure, in nats;
-            20 or more make a good baseline; those that are not finite are left out.
-        iterations: length of the watch.
+            20 or more make a good baseline, and one must be finite; those that are not are left out.
         tolerance_nats: excess allowed at its end.
-
-    Raises:
-        ValueError: no finite baseline loss, fewer than 1 iteration, or a tolerance that is not positive and finite.
     """
 
-    def __init__(self, baseline_losses: Sequence[float], iterations: int, tolerance_nats: float) -> None:
+    def __init__(self, baseline_losses: Sequence[float], tolerance_nats: float) -> None:
         finite = [loss for loss in baseline_losses if math.isfinite(loss)]
-        if not finite:
-            raise ValueError("the watch needs at least one finite training loss from before the failure")
-        if iterations < 1:
-            raise ValueError(f"iterations = {iterations}: a watch lasts 1 or more; leave it out to have none")
-        if not 0 < tolerance_nats < math.inf:
-            raise ValueError(f"tolerance_nats = {tolerance_nats}: expected a positive, finite number")
         self._baseline = statistics.median(finite)
         deviation = statistics.median(abs(loss - self._baseline) for loss in finite)
         self._sigma = MAD_TO_SIGMA * deviation
         self._baseline_count = len(finite)
-        self._iterations = iterations
         self._tolerance_nats = tolerance_nats
         self._first_iteration: int | None = None
-        self._last_iteration: int | None = None
         self._recent: deque[float] = deque(maxlen=MEDIAN_LOSSES)
         self._final: WatchDecision | None = None
 
@@ -86,17 +74,11 @@ class Watch:
         Args:
             iteration: ascending; iterations may be missing.
             loss: mean over all ranks, in nats; every rank must pass the same number to decide alike.
-
-        Raises:
-            ValueError: the iteration does not follow the previous one.
         """
         if self._final is not None:
             return self._final
-        if self._last_iteration is not None and iteration <= self._last_iteration:
-            raise ValueError(f"iteration {iteration} does not follow {self._last_iteration}")
         if self._first_iteration is None:
             self._first_iteration = iteration
-        self._last_iteration = iteration
         self._recent.append(loss)
         decision = self._decide(iteration, iteration - self._first_iteration + 1, loss)
         if decision.status != "watching":
@@ -115,7 +97,7 @@ class Watch:
             f"and {allowed:+.3f} is the limit"
         )
         status: Literal["watching", "passed", "diverged"] = "watching"
-        over = elapsed >= self._iterations
+        over = elapsed >= WATCH_ITERATIONS
         if excess > allowed and (len(self._recent) >= MIN_LOSSES or over):
             status = "diverged"
         elif over:
@@ -123,7 +105,7 @@ class Watch:
         return WatchDecision(status, iteration, loss, level, f"{status}: {compared}")
 
     def _allowed(self, elapsed: int) -> float:
-        remaining = max(0.0, 1.0 - elapsed / self._iterations)
+        remaining = max(0.0, 1.0 - elapsed / WATCH_ITERATIONS)
         envelope = self._tolerance_nats * (1.0 + (START_FACTOR - 1.0) * remaining)
         per_median = 1.0 / len(self._recent) + 1.0 / self._baseline_count
         return envelope + NOISE_STANDARD_ERRORS * MEDIAN_EFFICIENCY * self._sigma * math.sqrt(per_median)

@@ -44,15 +44,14 @@ class Learner:
 
     Args:
         predictor: learns; a plain object whose `learn` replaces attributes and changes none in place.
-        pace: of the slices; None never starts the thread.
 
     Attributes:
-        pace: as given.
+        pace: of the slices; None before the start, and if nothing is learned.
     """
 
-    def __init__(self, predictor: StatePredictor, pace: Pace | None) -> None:
+    def __init__(self, predictor: StatePredictor) -> None:
         self._predictor = predictor
-        self.pace = pace
+        self.pace: Pace | None = None
         self._lock = threading.Lock()  # of the predictor; the thread holds it for a hand-over, which is microseconds
         self._wanted: tuple[int, int] | None = None  # newest checkpoint, and the first iteration of its history
         self._generation = 0  # grows when another thread may change the predictor, which drops the work under way
@@ -66,7 +65,7 @@ class Learner:
         self._complete: dict[str, Any] = {}  # the last state that could be read
         self._thread: threading.Thread | None = None
 
-    def start(self, store: CheckpointStore, part: RankSlices, *, learns: bool = True) -> None:
+    def start(self, store: CheckpointStore, part: RankSlices, pace: Pace | None) -> None:
         """Begin to follow the checkpoints of a run; on the training thread, before it trains.
 
         In every case this sets torch's number of threads to its present value. Setting it changes some results of the
@@ -75,10 +74,10 @@ class Learner:
         Args:
             store: of this rank.
             part: what the rank owns.
-            learns: False never starts the thread.
+            pace: of the slices; None starts no thread.
         """
-        usual = torch.get_num_threads()
-        if self.pace is not None and learns:
+        usual, self.pace = torch.get_num_threads(), pace
+        if pace is not None:
             self._complete = self._predictor.state_dict()
             alone = threading.Event()
             arguments = store, part, alone

@@ -35,8 +35,7 @@ class Learning:
         self.predictor = VITPPredictor(direction=config.predictor.direction)
         self._nothing_learned = self.predictor.state_dict()
         self.bubbles = Bubbles()
-        pace = pace_of(adapter, self.bubbles, config.learning.budget_fraction)
-        self.learner = Learner(self.predictor, pace)
+        self.learner = Learner(self.predictor)
         self._learns = False
         self._journal: RankJournal | None = None
 
@@ -55,7 +54,9 @@ class Learning:
 
     def start(self, job: Job, store: CheckpointStore) -> None:
         """Begin to learn from checkpoints; on the training thread, before it trains."""
-        self.learner.start(store, RankSlices.of(job.group.rank, job.group.size, job.shard), learns=self._learns)
+        fraction = job.config.learning.budget_fraction
+        pace = pace_of(job.adapter, self.bubbles, fraction) if self._learns else None
+        self.learner.start(store, RankSlices.of(job.group.rank, job.group.size, job.shard), pace)
 
     def at_step(self, saved_iteration: int | None, history_start: int) -> None:
         """Notify the thread of the newest checkpoint, and report its failure.

@@ -69,28 +69,26 @@ def _report(
     use: Use, learning_bytes: int | None, line_bytes: int, checkpoints: int, config: CPSRConfig, report: Report
 ) -> None:
     """One line for users; `learning_bytes` is None with learning off in the configuration."""
-    over = f"for up to {checkpoints} checkpoints of this model"
-    allowed = f"{_megabytes(LIMIT_BYTES)} are allowed"
+    over = f"of host memory for up to {checkpoints} checkpoints of this model"
+    level = logging.WARNING
     if use == "nothing":
         message = (
-            f"predicting is off: it takes {_megabytes(line_bytes)} of host memory {over}, {allowed}. Recoveries "
-            "recompute from the newest checkpoint; training is not affected"
+            f"predicting is off: it takes {_megabytes(line_bytes)} {over}, {_megabytes(LIMIT_BYTES)} are allowed. "
+            "Recoveries recompute from the newest checkpoint; training is not affected"
         )
     elif learning_bytes is not None and use == "line":
         message = (
-            f"learning is off: it takes {_megabytes(learning_bytes)} of host memory {over}, {allowed}. Recoveries "
-            "follow the calibrated line; training is not affected"
+            f"learning is off: it takes {_megabytes(learning_bytes)} {over}, {_megabytes(LIMIT_BYTES)} are allowed. "
+            "Recoveries follow the calibrated line; training is not affected"
         )
     elif learning_bytes is None and config.predictor.direction == "vitp":
         message = "learning.budget_fraction is 0: the line's direction is taken, not 'vitp' as configured"
     else:
         peak = line_bytes if learning_bytes is None else learning_bytes
-        message = f"the predictor uses at most {_megabytes(peak)} of host memory per rank {over}"
+        message = f"the predictor uses at most {_megabytes(peak)} {over} per rank"
         # Mode exact predicts nothing, and asks for no attention to what would.
         level = logging.DEBUG if config.mode == "exact" else logging.INFO
-        report("predictor memory", message, level=level)
-        return
-    report("predictor memory", message, level=logging.WARNING)
+    report("predictor memory", message, level=level)
 
 
 def _megabytes(count: int) -> str:

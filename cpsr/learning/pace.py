@@ -99,8 +99,8 @@ class Pace:
             self._slices = deque((one for one in self._slices if one < longest), maxlen=RECENT_SLICES)
 
 
-def pace_of(adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float) -> Pace | None:
-    """When the predictor may learn on this rank; None: never.
+def pace_of(adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float) -> Pace:
+    """When the predictor may learn on this rank.
 
     In a pipeline on CPUs receives block, and the predictor learns in these bubbles only. Elsewhere it learns in waits
     for data loader workers, and outside of them within the budget; on a GPU, a pipeline's receives do not block the
@@ -110,10 +110,8 @@ def pace_of(adapter: EngineAdapter, bubbles: Bubbles, budget_fraction: float) ->
     Args:
         adapter: the engine.
         bubbles: of this rank.
-        budget_fraction: of one core, outside of bubbles; 0: never learn.
+        budget_fraction: of one core, outside of bubbles.
     """
-    if budget_fraction == 0:
-        return None
     # A receive on a GPU is only queued.
     waits_itself = adapter.pipeline is not None and adapter.device.type == "cpu"
     return Pace(bubbles, 0.0 if waits_itself else budget_fraction)

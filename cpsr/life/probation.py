@@ -9,7 +9,7 @@ import torch
 
 from cpsr.config import CPSRConfig
 from cpsr.job import Job
-from cpsr.predictor.divergence_watch import WATCH_ITERATIONS, Watch, WatchDecision
+from cpsr.predictor.divergence_watch import Watch, WatchDecision
 from cpsr.ranks.group import Group
 from cpsr.restart.restored_state import Restored, report_recovery
 from cpsr.state.losses import LossRecorder
@@ -90,7 +90,7 @@ def _watch(restored: Restored, config: CPSRConfig, group: Group) -> Watch | None
     baseline = _mean_over_ranks(restored.scalars.recent_losses, group)
     if not any(math.isfinite(loss) for loss in baseline):
         return None  # nothing to compare with
-    return Watch(baseline, WATCH_ITERATIONS, config.restart.loss_tolerance_nats + NOISE_NATS)
+    return Watch(baseline, config.restart.loss_tolerance_nats + NOISE_NATS)
 
 
 def _mean_over_ranks(losses: list[float], group: Group) -> list[float]:

@@ -129,8 +129,8 @@ def _failure_of(learner: Learner) -> str:
 
 def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: float = 1.0) -> Learner:
     """A learner in the middle of a slice, which holds the predictor until `predictor.go_on` is set."""
-    learner = Learner(predictor, Pace(Bubbles(), pace))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), pace))
     predictor.go_on.clear()
     learner.notify(newest, 0)
     assert predictor.begun.wait(PATIENCE_SECONDS)
@@ -139,8 +139,8 @@ def in_a_slice(filled: CheckpointStore, predictor: Reader, newest: int, pace: fl
 
 def test_takes_in_what_was_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 20)  # the history before iteration 20 does not lead here
@@ -170,8 +170,8 @@ class Training(LinePredictor):
 
 def test_a_newer_checkpoint_cuts_the_training_short_but_not_the_taking_in(filled: CheckpointStore) -> None:
     predictor = Training()
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     for iteration in (10, 20, 30):
         learner.notify(iteration, 0)
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -186,8 +186,8 @@ def test_a_newer_checkpoint_cuts_the_training_short_but_not_the_taking_in(filled
 
 def test_what_this_rank_has_written_is_taken_in_once_it_is_committed(filled: CheckpointStore) -> None:
     predictor = Reader()
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     filled.write(make_snapshot(40))
     learner.notify(40, 0)  # as on a rank that does not commit
     time.sleep(3 * module.COMMIT_POLL_SECONDS)
@@ -212,8 +212,8 @@ GIVEN_UP: dict[str, Callable[[CheckpointStore], object]] = {
 @pytest.mark.parametrize("how", GIVEN_UP)
 def test_a_checkpoint_that_is_given_up_is_not_waited_for(filled: CheckpointStore, how: str) -> None:
     predictor = Reader()
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     filled.write(make_snapshot(40))
     learner.notify(40, 0)
     time.sleep(2 * module.COMMIT_POLL_SECONDS)
@@ -237,8 +237,8 @@ def test_what_is_under_way_is_dropped_where_somebody_else_holds_the_predictor(fi
 
 def test_a_failure_ends_learning_and_nothing_else(filled: CheckpointStore) -> None:
     predictor = Reader(fails_at=30)
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     learner.notify(30, 0)
@@ -262,8 +262,8 @@ def test_a_directory_that_cannot_be_listed_is_listed_again(
 
     monkeypatch.setattr(Path, "iterdir", refusing)
     predictor = Reader()
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices)
+    learner = Learner(predictor)
+    learner.start(filled, slices, Pace(Bubbles(), 1.0))
     learner.notify(20, 0)
     deadline = time.monotonic() + PATIENCE_SECONDS
     while "learns nothing until" not in caplog.text:
@@ -277,8 +277,8 @@ def test_a_directory_that_cannot_be_listed_is_listed_again(
 
 def hanging(filled: CheckpointStore, predictor: Reader) -> Learner:
     """A learner that has taken in two checkpoints, and whose slice over the third does not end."""
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     learner.notify(20, 0)
     _wait_for(predictor, [10, 20])
     predictor.waiting.clear()
@@ -315,8 +315,8 @@ def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> N
     predictor, bubbles = Reader(), Bubbles()
     pace = Pace(bubbles, 0.0)
     account = account_of(pace, bubbles)
-    learner = Learner(predictor, pace)
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), pace)
     learner.notify(30, 0)
     time.sleep(0.1)
     assert not predictor.begun.is_set()
@@ -338,8 +338,8 @@ def test_with_a_pipeline_it_learns_in_bubbles_only(filled: CheckpointStore) -> N
 def test_it_computes_on_one_thread_and_training_on_as_many_as_before(filled: CheckpointStore) -> None:
     assert others_share() > 0.3  # training's second thread works
     predictor = Computing()
-    learner = Learner(predictor, Pace(Bubbles(), 1.0))
-    learner.start(filled, slices_in(filled.directory))
+    learner = Learner(predictor)
+    learner.start(filled, slices_in(filled.directory), Pace(Bubbles(), 1.0))
     learner.notify(30, 0)
     assert predictor.done.wait(PATIENCE_SECONDS)
     learner.close()

@@ -116,7 +116,6 @@ def test_a_pipeline_without_visible_waits_learns_within_the_budget(work: Callabl
     adapter = pipeline_rank(torch.device("cuda", 0))
     bubbles = Bubbles()
     pace = pace_of(adapter, bubbles, 0.1)
-    assert pace is not None
     queue_receives(bubbles, 3)
     account = account_of(pace, bubbles)
     worker = work(pace)
@@ -136,7 +135,6 @@ def test_a_pipeline_on_processors_learns_in_its_waits_alone() -> None:
     bubbles = Bubbles()
     queue_receives(bubbles, 2)
     pace = pace_of(adapter, bubbles, 0.1)
-    assert pace is not None
     threading.Timer(0.1, pace.close).start()
     started = time.monotonic()
     pace.before_slice()

@@ -18,7 +18,7 @@ from cpsr.state.losses import LossRecorder
 def run_state() -> RunState:
     module = nn.Linear(2, 1)
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    return RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
+    return RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor()))
 
 
 def tail_after_a_step(*, requests: bool = True, pipeline: bool = False) -> tuple[LoopTail, list[str]]:

@@ -44,7 +44,7 @@ def draws() -> list[float]:
 def test_random_states_and_changed_objects_are_put_back() -> None:
     module = nn.Linear(2, 1)
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor()))
     changed, untouched = Counter(), Counter()
     state.register("changed", changed)
     state.register("untouched", untouched)
@@ -67,7 +67,7 @@ def test_on_a_device_a_capture_waits_for_nothing() -> None:
     module(torch.ones(1, 2)).sum().backward()
     adapter.optimizer.step()  # creates its state
     losses = LossRecorder(10)
-    state = RunState(adapter, losses, Probes(adapter, 0), Learner(LinePredictor(), None))
+    state = RunState(adapter, losses, Probes(adapter, 0), Learner(LinePredictor()))
     with stand_in_device() as device:
         device.at_once = False
         for kept in adapter.optimizer.state.values():
@@ -87,7 +87,7 @@ def test_waits_for_batches_of_other_processes_are_counted() -> None:
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
     bubbles = Bubbles()
     waiting = partial(bubbles.waiting, "data")
-    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None), waiting)
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor()), waiting)
     loader = DataLoader(TensorDataset(torch.ones(2, 2)), batch_size=2, num_workers=1)
     began = perf_counter()
     assert len(list(state.stream(loader, epochs=1, repeat=False))) == 1
@@ -98,7 +98,7 @@ def test_waits_for_batches_of_other_processes_are_counted() -> None:
 def test_the_state_of_a_loader_goes_on_between_two_passes_but_not_where_one_was_left_early() -> None:
     module = nn.Linear(2, 1)
     adapter = TorchAdapter(module, torch.optim.SGD(module.parameters(), lr=0.1))
-    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor(), None))
+    state = RunState(adapter, LossRecorder(1), Probes(adapter, 0), Learner(LinePredictor()))
     loader = Counted()
     assert len(list(state.stream(loader, epochs=None, repeat=False))) == 3
     state.end_step()

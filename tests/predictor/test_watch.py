@@ -4,9 +4,8 @@ from collections.abc import Callable
 import numpy
 import pytest
 
-from cpsr.predictor.divergence_watch import Watch, WatchDecision
+from cpsr.predictor.divergence_watch import WATCH_ITERATIONS, Watch, WatchDecision
 
-LENGTH = 60
 TOLERANCE = 0.5
 
 
@@ -20,8 +19,8 @@ def run(
         odd = 1.5 if rng.random() < outliers else 0.0
         return float(2.2 - 0.0005 * k + sigma * rng.normal() + odd)
 
-    watch = Watch([loss(k) for k in range(-baseline, 0)], LENGTH, TOLERANCE)
-    for k in range(LENGTH):
+    watch = Watch([loss(k) for k in range(-baseline, 0)], TOLERANCE)
+    for k in range(WATCH_ITERATIONS):
         decision = watch.observe(1000 + k, loss(k) + excess(k))
         if decision.status != "watching":
             return decision
@@ -45,7 +44,7 @@ def test_a_large_transient_that_decays_passes() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
 def test_a_loss_that_is_not_finite_ends_it_at_once(loss: float) -> None:
-    watch = Watch([2.0] * 20, LENGTH, TOLERANCE)
+    watch = Watch([2.0] * 20, TOLERANCE)
     decision = watch.observe(1, loss)
     assert decision.status == "diverged"
     assert watch.observe(2, 2.0) is decision  # final
@@ -53,7 +52,11 @@ def test_a_loss_that_is_not_finite_ends_it_at_once(loss: float) -> None:
 
 @pytest.mark.parametrize(
     ("excess", "last"),
-    [(lambda k: 3.5, 1004), (lambda k: 0.1 + 0.1 * k, 1000 + LENGTH // 2), (lambda k: 1.0, 1000 + LENGTH)],
+    [
+        (lambda k: 3.5, 1004),
+        (lambda k: 0.1 + 0.1 * k, 1000 + WATCH_ITERATIONS // 2),
+        (lambda k: 1.0, 1000 + WATCH_ITERATIONS),
+    ],
     ids=["explosion", "steady", "level"],
 )
 def test_a_divergence_is_seen_in_time(excess: Callable[[int], float], last: int) -> None:
