@@ -96,6 +96,8 @@ def all_finite(piece: torch.Tensor) -> bool:
 # Float64 values that the differences of one block hold, over all snapshots: 2 MiB are read, turned into 4 MiB of
 # differences and multiplied within about 2 milliseconds on one core, at the memory's pace.
 BLOCK_ELEMENTS = 1 << 19
+# Longer pieces of a few snapshots stay with the allocator: up to 11 MB.
+MIN_BLOCK_ROWS = 4
 
 
 def gram(history: History, operator: str, positions: Sequence[int] | None = None) -> torch.Tensor:
@@ -129,7 +131,7 @@ def add_products(history: History, operator: str, positions: Sequence[int], prod
     At most `BLOCK_ELEMENTS` float64 values of differences and two pieces are alive. Abandoned, it has added a part.
     """
     rows, columns = products.shape
-    numel, length = history.numel(operator), BLOCK_ELEMENTS // (rows + 1)
+    numel, length = history.numel(operator), BLOCK_ELEMENTS // max(rows + 1, MIN_BLOCK_ROWS)
     differences = torch.empty(rows, min(length, numel), dtype=torch.float64, device="cpu")
     for start in range(0, numel, length):
         stop = min(start + length, numel)
