@@ -207,7 +207,7 @@ class Table:
         """The cost of a setting."""
         skip, skip_variance = self.skip.cost(skip_terms(context), context.lost_share)
         move, move_variance = self.move.cost(move_terms(context, setting), context.lost_share)
-        return Expected(skip, move, math.sqrt(skip_variance + move_variance))
+        return Expected(max(skip, 0.0), move, math.sqrt(skip_variance + move_variance))
 
     def best(self, context: Context, candidates: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:
         """The setting of the lowest expected cost among those that are safe, and that cost.

@@ -1,18 +1,21 @@
 """The guard: limits and checks on a predicted state; it never optimises it (an optimiser would pick averages)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from cpsr.predictor.checkpoint_series import newest_used
-from cpsr.predictor.protocol import Forecast, History
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, History
 from cpsr.predictor.weight_pieces import read_piece
 
-__all__ = ["LENGTHS", "Displacements", "Guard", "GuardDecision", "measure", "of_length", "shorten"]
+__all__ = ["Displacements", "Guard", "GuardDecision", "attempts", "measure", "of_length", "shorten"]
 
+# A vetoed displacement is tried again at half and at a quarter of its length: lines bend, and their beginnings are
+# sound where their ends are not. Evaluating a few batches costs nothing against recomputing.
+LENGTHS = (1.0, 0.5, 0.25, 0.0)
 # A sum above it holds no square that was lost below float32's smallest number and would count.
 SMALLEST_SQUARE = 1e-25
 
@@ -79,24 +82,44 @@ def shorten(forecast: Forecast, scales: Mapping[str, float]) -> Forecast:
 
 
 def of_length(forecast: Forecast, length: float) -> Forecast:
-    """The forecast with all of its displacement this much as long; its settings record it.
-
-    Of the expected end cost, the move is then this share; the skip stays.
+    """The forecast with all of its displacement this much as long; its settings and its expected cost follow.
 
     Args:
         forecast: a feasible one.
-        length: in (0, 1].
+        length: in [0, 1]; at 0 the checkpoint's weights are left, and only what skipping costs.
     """
     if length == 1.0:
         return forecast
     shorter = shorten(forecast, dict.fromkeys(forecast.coefficients, length))
-    settings = dict(forecast.settings)
-    settings |= {name: settings[name] * length for name in ("gain", "move_iterations") if name in settings}
-    expected = forecast.expected_end_cost_iterations
-    if "move_iterations" in settings:
-        expected += settings["move_iterations"] - forecast.settings["move_iterations"]
-        settings["expected_end_cost_iterations"] = expected
-    return replace(shorter, settings=settings, expected_end_cost_iterations=expected)
+    names = ("reach_iterations", "reach_time", "move_iterations")
+    scaled = {name: forecast.settings[name] * length for name in names if name in forecast.settings}
+    return replace(
+        shorter,
+        method=forecast.method if length else STALE_METHOD,
+        settings={**forecast.settings, **scaled},
+        expected_end_cost_iterations=forecast.expected_end_cost_iterations - (1.0 - length) * forecast.move_iterations,
+    )
+
+
+def attempts(forecast: Forecast, recomputed_iterations: float | None) -> Iterator[tuple[float, Forecast]]:
+    """The forecast at its lengths, the longest first, in the order in which vetoes lead from one to the next.
+
+    The last is the checkpoint's weights, where these certainly cost less than recomputing.
+
+    Args:
+        forecast: a feasible one.
+        recomputed_iterations: a length is left out where it does not certainly cost less; None: only the last may be.
+    """
+    if forecast.method == STALE_METHOD:
+        yield 1.0, forecast
+        return
+    for length in LENGTHS:
+        tried = of_length(forecast, length)
+        limit = recomputed_iterations
+        if limit is None and length == 0.0:
+            limit = float(forecast.settings.get("horizon_iterations", 0.0))
+        if limit is None or tried.bound_iterations < limit:
+            yield length, tried
 
 
 def _zeros(*shape: int) -> torch.Tensor:
@@ -136,11 +159,6 @@ def _squared(values: torch.Tensor) -> float:
     if SMALLEST_SQUARE < squared < math.inf:
         return squared
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-# A vetoed displacement is tried again at half and at a quarter of its length: lines bend, and their beginnings are
-# sound where their ends are not. Evaluating a few batches costs nothing against recomputing.
-LENGTHS = (1.0, 0.5, 0.25)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,7 @@ from cpsr.predictor.calibration import (
     HORIZON_ITERATIONS,
     MIN_CHECKPOINTS,
     STALE,
-    Context,
     Direction,
-    Expected,
-    Setting,
     candidates,
     context_of,
     table,
@@ -32,7 +29,7 @@ from cpsr.predictor.checkpoint_series import (
     window_start,
 )
 from cpsr.predictor.collectives import Ranks
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, History, HistoryEntry, Target
 from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
 __all__ = ["MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
@@ -70,6 +67,11 @@ class Plan:
     note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def moves(self) -> bool:
+        """Whether any weights are moved."""
+        return len(self.window) > 1
+
     def points(self, history: History) -> list[HistoryEntry]:
         """The checkpoints of the window."""
         return [history.entries[position] for position in self.window]
@@ -86,19 +88,20 @@ class Plan:
 class LinePredictor:
     """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
 
-    Predicts `x_c + factor * gain * slope * (time_f - time_c)`. The factor is the operator's: as much as its own path is
-    straighter than the model's, 0 to 2. Window and gain are those of the lowest expected end cost, by the
-    offline table; where even that is no less than recomputing, the forecast's `expected_end_cost_iterations` shows it.
-    It needs three usable checkpoints within the window, and goes no further
-    ahead than the line is fitted over, nor 10 intervals.
+    Predicts `x_c + factor * slope * reach`. The factor is the operator's: as much as its own path is straighter than
+    the model's, 0 to 2. Window and reach are those of the lowest expected end cost, by the offline table; where even
+    that is no less than recomputing, the forecast's `expected_end_cost_iterations` shows it. A reach of 0 is among
+    them: the weights of the newest checkpoint. A line needs three usable checkpoints within the window, and goes no
+    further ahead than it is fitted over, nor 10 intervals; where there is none, the reach is 0.
 
-    A horizon of 0, and one over which the learning rate was 0, predict the newest checkpoint unchanged. A checkpoint
+    A horizon of 0 (without `Target.moves`), and one over which the learning rate was 0, leave the newest checkpoint
+    unchanged. A checkpoint
     that holds NaN or infinity is left out and reported. An operator that some usable checkpoint has of an earlier
     iteration, as sparse checkpoints have experts, keeps its newest value.
 
     Args:
         window_iterations: span of history the line is fitted over; None: by expected cost.
-        gain: factor on the fitted displacement, 0 or larger; None: by expected cost.
+        gain: the reach over the horizon, 0 or larger; None: by expected cost.
 
     Attributes:
         ranks: all that predict together.
@@ -106,6 +109,7 @@ class LinePredictor:
 
     name = "line"
     _base = 0.0  # 1: from the line's own value at the checkpoint, a control of the benchmarks
+    _always_moves = False  # True: going on from the checkpoint's weights is no setting, likewise
 
     def __init__(
         self,
@@ -142,24 +146,6 @@ class LinePredictor:
     def learn(self, history: History) -> Iterator[None]:
         """Nothing to learn: coefficients follow from the times alone."""
         return iter(())
-
-    def expected(
-        self, points: Sequence[HistoryEntry], target: Target, straightness: float = TYPICAL_STRAIGHTNESS
-    ) -> Expected | str:
-        """Expected end cost of a prediction from checkpoints at `points`, or why there would be none; reads no weights.
-
-        Args:
-            points: when the checkpoints would be taken, ascending.
-            target: the failure, later than the newest of them.
-            straightness: of the weights' path up to the newest of them.
-        """
-        obstacle = self.obstacle(points, target)
-        if obstacle is not None:
-            return obstacle
-        context = context_of(target, points[-1], straightness)
-        if context.horizon_iterations > HORIZON_ITERATIONS:
-            return f"nothing was measured beyond {HORIZON_ITERATIONS} iterations ahead"
-        return self._choose(context, points, target)[1]
 
     def state_dict(self) -> dict[str, Any]:
         """Which predictor it is: the line has learned nothing."""
@@ -198,37 +184,40 @@ class LinePredictor:
             if all(history.taken_at(operator, position) == entries[position].iteration for position in usable)
         )
         plan = Plan(tuple(usable), whole)
-        if points and target.iteration == points[-1].iteration:
-            return _unchanged(plan, "the failure is at a checkpoint: its weights, unchanged")
-        obstacle = self.obstacle(points, target)
-        if obstacle is not None:
-            return replace(plan, obstacle=obstacle)
-        if target.time == points[-1].time:
-            return _unchanged(plan, "the learning rate was 0 since the checkpoint: its weights, unchanged")
+        nothing = too_few(points, 1)
+        if nothing is not None:
+            return replace(plan, obstacle=nothing)
+        if target.iteration == points[-1].iteration and not target.moves:
+            return _unchanged(plan, "the failure is at a checkpoint: its weights, unchanged", target)
+        if target.iteration > points[-1].iteration and target.time == points[-1].time:
+            note = "the learning rate was 0 since the checkpoint: its weights, unchanged"
+            return _unchanged(plan, note, target)
         return self._fitted(history, target, plan, points)
 
     def _fitted(self, history: History, target: Target, plan: Plan, points: Sequence[HistoryEntry]) -> Plan:
-        positions = self._path_positions(history, plan.usable)
-        paths = self._path(history, plan.whole, positions)
+        """The plan of the lowest expected cost."""
+        no_line = self.obstacle(points, target)
+        beyond = target.iteration - points[-1].iteration > HORIZON_ITERATIONS  # what a skip costs there is not known
+        if no_line is not None and (beyond or self._always_moves or self._gain is not None):
+            return replace(plan, obstacle=no_line)
+        windows = [] if no_line else [one for one in self._windows(points) if not _window_obstacle(points, one, target)]
+        positions = [] if no_line else self._path_positions(history, plan.usable)
+        paths = {} if no_line else self._path(history, plan.whole, positions)
         products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
-        context = context_of(target, points[-1], straightness(products))
-        setting, expected = self._choose(context, points, target)
-        cost = expected.end_cost_iterations
-        if context.horizon_iterations > HORIZON_ITERATIONS:
-            cost = max(cost, context.horizon_iterations)
-        gain = setting.reach_iterations / context.horizon_iterations
-        window = plan.usable[window_start(points, int(setting.window_iterations)) :]
-        times = [history.entries[position].time for position in window]
-        row = (1.0,) if setting == STALE else line_coefficients(times, target.time, gain, self._base)
-        factors = self._reach_factors(paths, context.straightness)
-        ordered = sorted(factors.values()) or [1.0]
-        settings = {
+        context = context_of(target, points[-1], TYPICAL_STRAIGHTNESS if no_line else straightness(products))
+        considered = candidates(context, windows, self._gain, self._direction)
+        considered = [one for one in considered if one != STALE or not self._always_moves]
+        setting, expected = table().best(context, considered, CAUTION_DEVIATIONS)
+        skip = expected.skip_iterations
+        if beyond:
+            skip = max(skip, context.horizon_iterations - expected.move_iterations)
+        reach = setting.reach_iterations * _pace(points[-1], target)
+        settings: dict[str, Any] = {
             "window_iterations": int(setting.window_iterations),
-            "gain": gain,
+            "reach_iterations": setting.reach_iterations,
+            "reach_time": reach,
             "direction": setting.direction,
-            "operator_factors": [ordered[0], statistics.median(ordered), ordered[-1]],
-            "expected_end_cost_iterations": cost,
-            "skip_iterations": expected.skip_iterations,
+            "skip_iterations": skip,
             "move_iterations": expected.move_iterations,
             "expected_deviation_iterations": expected.deviation_iterations,
             "lost_share": target.lost_share,
@@ -236,16 +225,23 @@ class LinePredictor:
         }
         # One of the checkpoints of the path may be damaged, and outside of the window.
         damaged_path = () if bool(torch.isfinite(products).all()) else positions
+        if setting == STALE:
+            settings |= {"no_line": no_line} if no_line else {}
+            read = tuple(sorted({plan.usable[-1], *damaged_path}))
+            return replace(plan, window=plan.usable[-1:], row=(1.0,), read=read, settings=settings)
+        window = plan.usable[window_start(points, int(setting.window_iterations)) :]
+        times = [history.entries[position].time for position in window]
+        factors = self._reach_factors(paths, context.straightness)
+        ordered = sorted(factors.values()) or [1.0]
         lost = bool(history.operators) and not plan.whole
         return replace(
             plan,
             window=window,
-            row=row,
+            row=line_coefficients(times, times[-1] + reach, 1.0, self._base),
             factors=factors,
             read=tuple(sorted({*window, *damaged_path})),
             obstacle="no operator here was saved in every checkpoint that could be predicted from" if lost else None,
-            note="the checkpoint's weights, unchanged: no move is expected to save more" if setting == STALE else "",
-            settings=settings,
+            settings=settings | {"operator_factors": [ordered[0], statistics.median(ordered), ordered[-1]]},
         )
 
     def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
@@ -305,40 +301,50 @@ class LinePredictor:
             )
             for operator in history.operators
         }
-        reason = (plan.note or self._sentence(settings)) + aside
-        return Forecast(self.name, True, coefficients, settings["expected_end_cost_iterations"], reason, settings)
+        reason = (plan.note or _sentence(settings, moves=plan.moves)) + aside
+        expected = settings["skip_iterations"] + settings["move_iterations"]
+        method = self.name if plan.moves else STALE_METHOD
+        return Forecast(method, True, coefficients, expected, reason, settings)
 
     def obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
-        """Why nothing can be predicted from checkpoints at `points`; None where it can."""
+        """Why no line can be followed from checkpoints at `points`; None where one can."""
         few = too_few(points, MIN_CHECKPOINTS)
         if few is not None:
             return few
         obstacles = [_window_obstacle(points, window, target) for window in self._windows(points)]
         return obstacles[-1] if all(obstacles) else None
 
-    def _choose(self, context: Context, points: Sequence[HistoryEntry], target: Target) -> tuple[Setting, Expected]:
-        windows = [window for window in self._windows(points) if not _window_obstacle(points, window, target)]
-        considered = candidates(context, windows, self._gain, self._direction)
-        return table().best(context, considered, CAUTION_DEVIATIONS)
-
     def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
         return windows(points) if self._window_iterations is None else [self._window_iterations]
 
-    def _sentence(self, settings: Mapping[str, Any]) -> str:
-        lowest, _, highest = settings["operator_factors"]
-        return (
-            f"{settings['direction']} over {len(settings['used_iterations'])} checkpoints "
-            f"({settings['window_iterations']} iterations), gain {settings['gain']:.2f} "
-            f"({lowest:.1f} to {highest:.1f} times that by operator), "
-            f"{settings['horizon_iterations']} iterations ahead; expected end cost "
-            f"{settings['expected_end_cost_iterations']:+.0f} +- {settings['expected_deviation_iterations']:.0f}"
-        )
+
+def _sentence(settings: Mapping[str, Any], *, moves: bool) -> str:
+    skip, move = settings["skip_iterations"], settings["move_iterations"]
+    cost = (
+        f"{settings['horizon_iterations']} iterations ahead; expected end cost {skip + move:+.0f} ± "
+        f"{settings['expected_deviation_iterations']:.0f}"
+    )
+    if not moves:
+        why = f"; no line: {settings['no_line']}" if "no_line" in settings else ""
+        return f"stale: the weights of checkpoint {settings['base_iteration']}, {cost}{why}"
+    lowest, _, highest = settings["operator_factors"]
+    return (
+        f"{settings['direction']} over {len(settings['used_iterations'])} checkpoints "
+        f"({settings['window_iterations']} iterations), followed for {settings['reach_iterations']:.0f} iterations "
+        f"({lowest:.1f} to {highest:.1f} times that by operator), {cost}, {move:+.0f} of it the move's"
+    )
 
 
-def _unchanged(plan: Plan, note: str) -> Plan:
+def _unchanged(plan: Plan, note: str, target: Target) -> Plan:
     newest = plan.usable[-1:]
-    settings = {"expected_end_cost_iterations": 0.0}
+    settings = {"skip_iterations": 0.0, "move_iterations": 0.0, "lost_share": target.lost_share}
     return replace(plan, window=newest, row=(1.0,), read=newest, note=note, settings=settings)
+
+
+def _pace(newest: HistoryEntry, target: Target) -> float:
+    """Cumulative learning rate per iteration of reach: the mean up to the failure, or of the next update."""
+    ahead = target.iteration - newest.iteration
+    return (target.time - newest.time) / ahead if ahead else newest.learning_rate
 
 
 def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target) -> str | None:
@@ -349,7 +355,8 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
             f"a prediction needs {MIN_CHECKPOINTS} usable checkpoints within {window} iterations, and there are "
             f"{len(fitted)}"
         )
-    return too_far(target, fitted)
+    still = "the learning rate was 0 over the whole window" if fitted[-1].time == fitted[0].time else None
+    return too_far(target, fitted) or still
 
 
 def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:

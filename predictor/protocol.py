@@ -6,7 +6,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Forecast", "History", "HistoryEntry", "StatePredictor", "Target"]
+__all__ = ["STALE_METHOD", "Forecast", "History", "HistoryEntry", "StatePredictor", "Target"]
+
+STALE_METHOD = "stale"
+"""Method of a forecast that moves nothing: the checkpoint's weights, at the failure."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +59,15 @@ class Target:
         iteration: the failure step f.
         time: cumulative learning rate at f.
         peak_learning_rate: largest learning rate of the run so far.
-        lost_share: of the state, that the failure takes, in (0, 1]; the rest is exact.
+        lost_share: of the state, that the failure takes and that is predicted, in (0, 1].
+        moves: also at the newest checkpoint itself, where nothing was lost, the weights may be moved.
     """
 
     iteration: int
     time: float
     peak_learning_rate: float
     lost_share: float = 1.0
+    moves: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ class Forecast:
     The predicted weights are `sum_k coefficients[operator][k] * history.read(operator, k, ...)`.
 
     Attributes:
-        method: how the state is formed: the direction that was taken, where a predictor has several, else its name.
+        method: how the state is formed: the direction that was taken, where a predictor has several, else its name;
+            `STALE_METHOD` where nothing is moved.
         feasible: False where the predictor advises against itself; `reason` has the cause.
         coefficients: operator -> one float per history entry.
         expected_end_cost_iterations: expected end cost of this recovery, from the prior.
@@ -88,9 +94,19 @@ class Forecast:
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def move_iterations(self) -> float:
+        """The move's part of the expected end cost, which it would have without a failure; the rest is for skipping."""
+        return float(self.settings.get("move_iterations", 0.0))
+
+    @property
     def expected_deviation_iterations(self) -> float:
         """Standard deviation of the expected end cost; 0 where the predictor knows none."""
         return float(self.settings.get("expected_deviation_iterations", 0.0))
+
+    @property
+    def bound_iterations(self) -> float:
+        """What it costs with one standard deviation more: that must be less than recomputing."""
+        return self.expected_end_cost_iterations + self.expected_deviation_iterations
 
 
 class StatePredictor(Protocol):

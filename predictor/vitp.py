@@ -9,7 +9,7 @@ import torch
 
 from cpsr.predictor.backtest import backtests
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
-from cpsr.predictor.checkpoint_series import distinct_times, path_places, path_positions, straightness
+from cpsr.predictor.checkpoint_series import distinct_times, path_positions
 from cpsr.predictor.collectives import Ranks
 from cpsr.predictor.line import MAX_NAMES, LinePredictor, Plan
 from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
@@ -138,18 +138,6 @@ class VITPPredictor(LinePredictor):
         """
         return copy.deepcopy(self._accuracy)
 
-    def straightness(self) -> float | None:
-        """Straightness of the recent path, from what was learned; None until that is three checkpoints.
-
-        Of one rank of several it is that of its own weights: no rank waits for another.
-        """
-        motions = list(self._statistics.operators.values())
-        points = motions[0].points if motions else ()
-        if len(points) < MIN_CHECKPOINTS:
-            return None
-        places, total = path_places(points), torch.zeros(2, 2, dtype=torch.float64, device="cpu")
-        return straightness(sum((merged(motion.products, places) for motion in motions), total))
-
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads those of the checkpoints in use that it has not learned from.
 
@@ -170,7 +158,7 @@ class VITPPredictor(LinePredictor):
             parameters = self.ranks.broadcast({"parameters": self._head.parameters.detach()})["parameters"]
             products = self.ranks.reduce(self._grams(history, asked, plan.window))
             own = {operator: products[operator] for operator in asked if operator in products}
-            rows = _turned_rows(plan, history, own, parameters, target)
+            rows = _turned_rows(plan, history, own, parameters)
         return self._with_rows(history, self._report(history, target, plan), plan, asked, rows)
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,7 +268,8 @@ class VITPPredictor(LinePredictor):
         if rows:
             reason += f"; {len(rows)} operators in a learned direction"
         coefficients = {**forecast.coefficients, **turned}
-        return replace(forecast, method=direction, coefficients=coefficients, settings=settings, reason=reason)
+        method = direction if plan.moves else forecast.method
+        return replace(forecast, method=method, coefficients=coefficients, settings=settings, reason=reason)
 
 
 def without_slices(state: dict[str, Any]) -> dict[str, Any]:
@@ -298,7 +287,7 @@ def without_slices(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _turned_rows(
-    plan: Plan, history: History, products: Mapping[str, torch.Tensor], parameters: torch.Tensor, target: Target
+    plan: Plan, history: History, products: Mapping[str, torch.Tensor], parameters: torch.Tensor
 ) -> dict[str, list[float]]:
     """Displacements over the plan's window, as long as the line's, of those operators that the network can turn."""
     points, rows = plan.points(history), dict[str, list[float]]()
@@ -309,7 +298,7 @@ def _turned_rows(
         some = names[start : start + OPERATORS_AT_ONCE]
         stacked = torch.stack([products[operator] for operator in some])
         straight = torch.cat([line[:-1], line[-1:] - 1.0]).expand(len(some), -1)
-        middle = points[-1].time + 0.5 * plan.settings["gain"] * (target.time - points[-1].time)
+        middle = points[-1].time + 0.5 * plan.settings["reach_time"]
         turned = straight + straight[0].norm() * _corrections(points, places, stacked, parameters, middle)
         lengths = [squared_norms(one, stacked).clamp_min(0.0).sqrt().tolist() for one in (straight, turned)]
         for operator, row, before, after in zip(some, turned, *lengths, strict=True):

@@ -53,6 +53,8 @@ def combine(history: History, coefficients: Mapping[str, Sequence[float]]) -> It
 def _piece(history: History, operator: str, row: Sequence[float], start: int, stop: int) -> torch.Tensor:
     newest = newest_used(row)
     pivot = read_piece(history, operator, newest, start, stop)
+    if not any(row[:newest]):
+        return pivot.clone()  # the same bits: adding 0 turns -0.0 into 0.0
     correction = torch.zeros_like(pivot)
     difference = torch.empty_like(pivot)
     for position in range(newest):

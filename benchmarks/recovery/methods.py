@@ -15,7 +15,7 @@ from cpsr.benchmarks.recovery.peers import checkfree, scar
 from cpsr.benchmarks.recovery.trainer import State
 from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import ConfigError
-from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
+from cpsr.predictor.guard import Guard, attempts, measure, shorten
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
 from cpsr.predictor.vitp import VITPPredictor
@@ -127,8 +127,7 @@ def _predicted(make: Callable[[], StatePredictor], failure: Failure) -> Formed:
     limited = shorten(forecast, dict(zip(moved.operators, guard.limit(moved).tolist(), strict=True)))
     decision = guard.finite(moved)
     before = trainer.probe(checkpoint, PROBE_BATCHES)
-    for length in LENGTHS if decision.accepted else ():
-        tried = of_length(limited, length)
+    for _, tried in attempts(limited, None) if decision.accepted else ():
         state = _applied(predictor, history, tried, failure)
         decision = guard.veto(before, trainer.probe(replace(state, iteration=checkpoint.iteration), PROBE_BATCHES))
         if decision.accepted:
@@ -143,6 +142,14 @@ def _applied(predictor: StatePredictor, history: History, forecast: Forecast, fa
         weights[name][start : start + values.numel()] = values
     formed = replace(failure.checkpoint, iteration=failure.point.failure, weights=weights)
     return failure.part.complete(formed)
+
+
+class _Line(LinePredictor):
+    _always_moves = True
+
+
+class _VITP(VITPPredictor):
+    _always_moves = True
 
 
 def _stale(failure: Failure) -> Formed:
@@ -165,7 +172,7 @@ def _moved(make: Callable[[], StatePredictor], failure: Failure) -> Formed:
 
 def _moved_back(failure: Failure) -> Formed:
     """The checkpoint moved as `predicted` moves it, and all iterations since trained again (`predictor.move`)."""
-    predicted = _predicted(LinePredictor, failure)
+    predicted = _predicted(_Line, failure)
     if predicted.state is None:
         return predicted
     moved = replace(failure.checkpoint, weights=predicted.state.weights)
@@ -208,7 +215,7 @@ def _doubled(failure: Failure) -> Formed:
 
 def _placebo(failure: Failure) -> Formed:
     """Control: each tensor of the checkpoint moved as far as `predicted` does, in a random direction."""
-    moved = _predicted(LinePredictor, failure)
+    moved = _predicted(_Line, failure)
     if moved.state is None:
         return moved
     generator = torch.Generator().manual_seed(failure.point.failure)
@@ -219,15 +226,14 @@ def _placebo(failure: Failure) -> Formed:
     return replace(moved, state=replace(moved.state, weights=weights), reason="a random direction, as far")
 
 
-_VITP = partial(VITPPredictor, direction="vitp")
 MOVED_BACK = "moved-then-recompute"
 WAYS: dict[str, Callable[[Failure], Formed]] = {
     STALE: _stale,
-    PREDICTED: partial(_predicted, LinePredictor),
-    "moved": partial(_moved, LinePredictor),
+    PREDICTED: partial(_predicted, _Line),
+    "moved": partial(_moved, _Line),
     MOVED_BACK: _moved_back,
-    "predicted-vitp": partial(_predicted, _VITP),
-    "moved-vitp": partial(_moved, _VITP),
+    "predicted-vitp": partial(_predicted, partial(_VITP, direction="vitp")),
+    "moved-vitp": partial(_moved, partial(_VITP, direction="vitp")),
     "made-up": partial(_made_up, _stale),
     "made-up-exact": partial(_made_up, _oracle),
     ORACLE: _oracle,

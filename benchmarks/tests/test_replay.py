@@ -53,7 +53,7 @@ def test_every_way_meets_the_same_kills_and_only_stale_experts_lose_tokens(tmp_p
         assert found[name]["methods"] == ["exact"]
         assert found[name]["lost_tokens"] == [0.0]
         assert found[name]["same_bits"] == [True]
-    assert found[STALE]["methods"] == ["stale"]
+    assert found[STALE]["methods"] == ["older experts"]
     assert found[STALE]["lost_tokens"][0] > 0
     assert found[STALE]["same_bits"] == [False]
     ((repeated,),) = found[WINDOWS]["repeated_iterations"]

@@ -121,6 +121,11 @@ class PredictorConfig(Section):
     direction: Literal["line", "vitp"] = Field(
         default="line", description="Direction of the displacement: the fitted line's, or as the network turns it."
     )
+    move: bool = Field(
+        default=False,
+        description="In mode `auto`, a restart may also go back to the checkpoint, move its weights there, and "
+        "recompute from them. A healthy run could gain as much by such a move.",
+    )
 
 
 class LearningConfig(Section):

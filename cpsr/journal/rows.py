@@ -80,7 +80,8 @@ Facts = Annotated[Mapping[str, Any], AfterValidator(_from_json)]
 class Beginning(enum.Enum):
     """How a life, or a roll-back inside one, began; the values are the journal's texts for `method`.
 
-    A predicted state is recorded under the name of what predicted it: `line` or `vitp`.
+    A predicted state is recorded under the name of what predicted it: `line` or `vitp`, or `stale` where
+    nothing was moved.
     """
 
     SCRATCH = "scratch"
@@ -88,7 +89,7 @@ class Beginning(enum.Enum):
     #: Every tensor as the ranks left it when their group broke; the small state is stepped ahead from the checkpoint.
     EMERGENCY_DUMP = "departure"
     #: What the checkpoint holds, with some experts that were saved before it.
-    OLDER_EXPERTS = "stale"
+    OLDER_EXPERTS = "older experts"
     #: The state of at least one rank was predicted.
     PREDICTED = "predicted"
 

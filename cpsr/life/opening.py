@@ -297,7 +297,6 @@ def _planner(job: Job, loop: Loop) -> "JobPlanner":
         job.shard.parameters,
         second_moment_decay(job.adapter.optimizers),
         lambda: learner.ask(predictor.accuracy),
-        lambda: learner.ask(predictor.straightness),
     )
 
 

@@ -7,6 +7,7 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.planner.plan import exact_price, predicted_price
+from cpsr.predictor.protocol import STALE_METHOD
 from cpsr.ranks.exits import BEGAN, cause_of, exits_of, forget_exits, ranks_named
 from cpsr.ranks.link import report, restart_obstacle
 from cpsr.restart.restored_state import Recomputes, Restored
@@ -117,10 +118,14 @@ def _source(restored: Restored) -> str:
 
 
 def _from(restored: Restored, tier: str) -> str:
+    if tier == "predicted" and restored.stale:
+        skipped = f"; {restored.restored_iteration - (restored.checkpoint_iteration or 0)} iterations are skipped"
+        return f"with the weights of checkpoint {restored.checkpoint_iteration}{skipped}"
     if tier == "predicted":
         used = 0 if restored.forecast is None else len(restored.forecast.settings.get("used_iterations", ()))
         fit = f" ({restored.method} over {used} checkpoints)" if used else f" ({restored.method})"
-        return f"predicted from checkpoint {restored.checkpoint_iteration}{fit}"
+        how = "moved" if restored.lost_iterations else "predicted"
+        return f"{how} from checkpoint {restored.checkpoint_iteration}{fit}"
     if tier == "departure":
         return (
             "with their last weights and moments, from memory"
@@ -139,11 +144,12 @@ def _cost(restored: Restored) -> str:
         return "nothing is lost" if restored.beginning is Beginning.EXACT else ""
     if restored.predicted:
         later = exact_price(f - (restored.checkpoint_iteration or 0))
-        forecast = restored.forecast
-        if forecast is None:
+        forecast, cost = restored.forecast, restored.expected_end_cost_iterations
+        if forecast is None or cost is None:
             return f"predicted state; expected cost unknown ({later})"
-        price = predicted_price(forecast.expected_end_cost_iterations, forecast.expected_deviation_iterations)
-        return f"{price} ({later})"
+        state = STALE_METHOD if restored.stale else "predicted"
+        price = predicted_price(cost, forecast.expected_deviation_iterations, state)
+        return f"{price}{_parts(restored, cost, forecast.move_iterations)} ({later})"
     if restored.beginning is Beginning.EMERGENCY_DUMP:
         return f"random states and registered objects are those of checkpoint {restored.checkpoint_iteration}"
     if f <= at:
@@ -152,6 +158,15 @@ def _cost(restored: Restored) -> str:
         return f"{exact_price(f - at)}{_why_recomputed(restored)}"
     count = f"{f - at} iterations are" if f - at > 1 else "1 iteration is"
     return f"{count} recomputed{_why_recomputed(restored)}"
+
+
+def _parts(restored: Restored, cost: float, move: float) -> str:
+    """The two parts of the cost, where there was a move."""
+    if round(move) == 0:
+        return ""
+    rest = "recomputing" if restored.lost_iterations else "skipping"
+    moved = f"the move {'gains' if move < 0 else 'costs'} {abs(move):.0f}, as it would without a failure"
+    return f": {rest} costs {cost - move:.0f}, {moved}"
 
 
 def _why_recomputed(restored: Restored) -> str:

@@ -73,12 +73,13 @@ def exact_price(iterations: float) -> str:
     return f"exact: {count} iteration{'' if count == '1' else 's'} later"
 
 
-def predicted_price(end_cost_iterations: float, deviation_iterations: float) -> str:
+def predicted_price(end_cost_iterations: float, deviation_iterations: float, state: str = "predicted") -> str:
     """The price, in words, of a prediction; below 0 the run ends with a lower loss.
 
     Args:
         end_cost_iterations: expected.
         deviation_iterations: standard deviation of that.
+        state: what it is called.
     """
     spread = f" ± {deviation_iterations:.0f}" if deviation_iterations >= 0.5 else ""
-    return f"predicted state; expected cost {end_cost_iterations:z.0f}{spread} iterations"
+    return f"{state} state; expected cost {end_cost_iterations:z.0f}{spread} iterations"

@@ -339,7 +339,8 @@ def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     if chosen.mode == "recompute" or job.recovery is None or not math.isfinite(horizon):
         return exact_price(horizon)
     cost = float(job.recovery.end_cost_iterations(_array(horizon), interval)[0])
-    deviation = job.recovery.deviation_iterations if isinstance(job.recovery, EndCostCurve) else 0.0  # else unknown
+    curve = job.recovery if isinstance(job.recovery, EndCostCurve) else None
+    deviation = 0.0 if curve is None else curve.deviation_per_horizon_iteration * horizon  # else unknown
     return predicted_price(cost, deviation)
 
 

@@ -23,14 +23,14 @@ class EndCostCurve:
         constant_iterations: a.
         per_horizon_iteration: b.
         per_interval_iteration: c.
-        deviation_iterations: standard deviation of the expected end cost; that of a single failure is larger.
+        deviation_per_horizon_iteration: standard deviation of b; that of a single failure is larger.
         source: origin of the line, for the plan's explanation.
     """
 
     constant_iterations: float
     per_horizon_iteration: float
     per_interval_iteration: float
-    deviation_iterations: float = 0.0
+    deviation_per_horizon_iteration: float = 0.0
     source: str = "prior"
 
     def end_cost_iterations(self, horizon_iterations: Array, interval_iterations: float | Array) -> Array:

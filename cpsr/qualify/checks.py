@@ -84,7 +84,7 @@ def check_prediction(cell: Cell, scene: Scene) -> None:
     row = life.recovery_row()
     if restored.predicted and row.outcome != "rolled_back":
         assert restored.restored_iteration == FAILURE, restored
-        assert row.method in ("line", "vitp"), row.method
+        assert row.method in ("line", "vitp", "stale"), row.method
         assert {source.source for source in row.sources} == {"predicted"}, row.sources
         assert all(math.isfinite(loss) for loss in losses), losses
         life.assert_label("predicted")

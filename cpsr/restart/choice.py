@@ -82,7 +82,7 @@ class Circumstances:
         inexact: whether a checkpoint is acceptable with experts that were saved before it.
         failure_iteration: f, the last step that every rank had finished; None where nothing is lost.
         ranks: their number.
-        planned: the mode that the plan expects to cost less at a failure, `predict` or `recompute`; None if unknown.
+        moves: whether the checkpoint's weights may be moved before the iterations since are recomputed.
         failures: failed attempts to continue near the failure from this checkpoint.
         last_failure: error of the last of them.
         dumps: lives that continued from an emergency dump, and have committed nothing since.
@@ -94,7 +94,7 @@ class Circumstances:
     inexact: bool
     failure_iteration: int | None
     ranks: int
-    planned: str | None = None
+    moves: bool = False
     failures: int = 0
     last_failure: str = ""
     dumps: int = 0
@@ -111,7 +111,7 @@ class Choice:
     """The candidates in the order in which they are tried.
 
     Attributes:
-        order: the best first; at most the first is near the failure, and the others are whole.
+        order: the best first; at most one is near the failure, then one may be moved, and the others are whole.
         refusal: why none is near the failure, where the mode allows it and there was a failure.
     """
 
@@ -152,7 +152,8 @@ def candidates(
         left = Beginning.EMERGENCY_DUMP if found.complete else Beginning.PREDICTED
         there.append(Candidate(left, found.departed))
     if f is not None:
-        there.append(Candidate(Beginning.PREDICTED, all_from("predicted", f, known.ranks)))
+        at = (f, c) if known.moves and known.mode == "auto" else (f,)
+        there += [Candidate(Beginning.PREDICTED, all_from("predicted", one, known.ranks)) for one in at]
     return there
 
 
@@ -162,7 +163,8 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     A whole state at the failure or after it comes first: nothing is lost. In mode `auto` an exact snapshot in host
     memory that loses at most two snapshot intervals comes first too. So does a window, unless all ranks have left a
     dump, which loses no iteration. Else a state near the failure, where it is allowed: the one with most ranks' state,
-    so that only lost state is predicted. Then whole states, the newest first.
+    so that only lost state is predicted. Then the checkpoint with moved weights, where that is asked for. Then whole
+    states, the newest first.
 
     Args:
         there: what there is, in any order.
@@ -175,14 +177,15 @@ def choose(there: Sequence[Candidate], known: Circumstances) -> Choice:
     f = known.failure_iteration
     if f is None or known.mode == "exact" or (whole and whole[0].iteration >= f):
         return Choice(tuple(whole))
-    near = sorted((one for one in there if one.near_failure), key=lambda one: one.lost_ranks)
+    near = sorted((one for one in there if one.near_failure), key=lambda one: (one.lost_ranks, -one.iteration))
     allowed, refusal = _allowed(near, known)
+    moved = [one for one in allowed[1:] if one.iteration < f and not one.dumped]
     few = whole and _loses_few(whole, f, known.memory_interval_iterations)
     if known.mode == "auto" and few and not (whole[0].is_window and allowed and not allowed[0].lost_ranks):
         what = "window" if whole[0].is_window else "snapshot"
         reason = f"a {what} in host memory is exact, and {whole[0].cost_iterations(f)} iterations older"
         return Choice(tuple(whole), Refusal(Recomputes.IN_MEMORY, reason) if near else None)
-    return Choice((*allowed[:1], *whole), refusal)
+    return Choice((*allowed[:1], *moved, *whole), refusal)
 
 
 def _loses_few(whole: Sequence[Candidate], failure_iteration: int, interval_iterations: int | None) -> bool:
@@ -210,13 +213,4 @@ def _allowed(near: list[Candidate], known: Circumstances) -> tuple[list[Candidat
     # A dump is not committed, and may contain the cause of the failure.
     if known.dumps >= ATTEMPTS:
         near = [one for one in near if not one.dumped]
-    # The plan includes costs beyond this failure: the watch, in which nothing is committed, and leads that the next
-    # failure cuts short. A complete emergency dump costs neither.
-    if known.mode == "auto" and known.planned == "recompute":
-        allowed = [one for one in near if not one.beginning.predicted]
-        if near and not allowed:
-            # What the next plans expect a failure to lose.
-            lost = {"lost_share": near[0].lost_ranks / known.ranks}
-            return [], Refusal(Recomputes.PLANNED, "the plan finds recomputing cheaper than predicting", guard=lost)
-        near = allowed
     return near, None

@@ -195,7 +195,7 @@ class Injection:
                 candidate.iteration,
                 (lambda: self._load_part(candidate.parts, lineages)) if candidate.dumped else None,
                 recomputed_iterations=recomputed_iterations,
-                lost_share=candidate.lost_ranks / self._job.group.size,
+                lost_here=candidate.parts[self._job.group.rank].tier == "predicted",
             )
         except RefusedError:
             raise

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from cpsr.engines.adapter import EngineAdapter
 from cpsr.errors import UnsupportedEngineError
 from cpsr.job import Job
 from cpsr.journal import Beginning
-from cpsr.predictor.guard import LENGTHS, Guard, measure, of_length, shorten
-from cpsr.predictor.protocol import Forecast, StatePredictor, Target
+from cpsr.predictor.guard import Guard, attempts, measure, shorten
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, StatePredictor, Target
 from cpsr.restart.restored_state import Recomputes, Refusal, RefusedError, Restored
 from cpsr.state import codec
 from cpsr.state.small_state import Scalars
@@ -135,26 +135,28 @@ class StatePrediction:
         self.predictor = predictor
         self._probes = probes
         self._guard = Guard(job.config.restart.loss_tolerance_nats)
+        self._moves = job.config.predictor.move
 
     def attempt(
         self,
         exact: Restored,
-        failure_iteration: int,
+        iteration: int,
         take_dump: Callable[[], bool] | None,
         *,
         recomputed_iterations: int | None,
-        lost_share: float,
+        lost_here: bool,
     ) -> Restored:
-        """Predict the state at the failure, write it into the engine and judge it.
+        """Predict a state, write it into the engine and judge it.
 
         Args:
             exact: how the life would begin at the checkpoint, which the engine holds.
-            failure_iteration: f.
+            iteration: of the state: f, or that of the checkpoint, whose weights are then moved alone.
             take_dump: loads this rank's emergency dump into the engine, and returns whether there was one, so that
                 nothing is predicted here; a collective. None: no rank has left one.
             recomputed_iterations: refuse where the expected end cost and its uncertainty are not below these, which an
-                exact restart recomputes; None predicts at any expected cost.
-            lost_share: of the state, that is predicted; the rest is exact.
+                exact restart recomputes up to `iteration`; None predicts at any expected cost.
+            lost_here: whether this rank's state is lost; that of the others is exact. The expected end cost is that of
+                the share of all elements that is lost.
 
         Returns:
             How the life begins, without sources.
@@ -165,36 +167,42 @@ class StatePrediction:
         """
         started, scalars = time.perf_counter(), exact.scalars
         assert scalars is not None
-        ahead = failure_iteration - scalars.iteration
         history = self._history(scalars)
         try:
-            loss_checkpoint = self.probe_loss(scalars.probes)
-            rates = self._adapter.skip_ahead(ahead)
+            share = self._lost_share(lost_here=lost_here)
+            rates = self._adapter.skip_ahead(iteration - scalars.iteration)
             target = Target(
-                failure_iteration,
+                iteration,
                 scalars.cumulative_learning_rate + sum(rates),
                 max([scalars.peak_learning_rate, *rates]),
-                lost_share,
+                share,
+                moves=not rates,
             )
             forecast = self.predictor.forecast(history, target)
-            refusal = _refusal(forecast, recomputed_iterations)
+            refusal = self._refusal(forecast, history, scalars, recomputed_iterations)
             if not self._group.all(refusal is None):
                 raise _refused(refusal or "another rank cannot predict its part", forecast, {})
             limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
                 raise _refused(guard["finite"]["reason"], forecast, guard)
+            unmoved = take_dump is None and forecast.method == STALE_METHOD
+            loss_checkpoint = None if unmoved else self.probe_loss(scalars.probes)
             decided = time.perf_counter() - started
             lost = take_dump is None or not take_dump()
             if take_dump is not None and not self.finite():
                 raise _refused("what a rank left is not finite", forecast, guard)
-            tried, reason, seconds = self._write_and_judge(scalars, history, limited, loss_checkpoint, guard, lost)
+            tries = attempts(limited, recomputed_iterations)
+            changed = take_dump is not None
+            tried, reason, seconds = self._write_and_judge(
+                scalars, history, tries, loss_checkpoint, guard, lost=lost, changed=changed
+            )
             seconds = decided + seconds[0], seconds[1]
             if not guard["loss"]["accepted"]:
                 raise _refused(reason, tried, guard, *seconds)
             return replace(
                 exact,
                 beginning=Beginning.PREDICTED,
-                restored_iteration=failure_iteration,
+                restored_iteration=iteration,
                 reason=reason,
                 forecast=tried,
                 guard=guard,
@@ -205,37 +213,82 @@ class StatePrediction:
         finally:
             history.close()
 
+    def _lost_share(self, *, lost_here: bool) -> float:
+        """Share of all ranks' elements that is lost; what several ranks own counts as often."""
+        own = float(sum(one.parameter.numel for one in self._adapter.shard().operators.values()))
+        lost, total = self._group.reduce(
+            torch.tensor([own * lost_here, own], dtype=torch.float64, device="cpu")
+        ).tolist()
+        return lost / total if total else 1.0
+
+    def _refusal(
+        self, forecast: Forecast, history: DiskHistory, scalars: Scalars, recomputed_iterations: int | None
+    ) -> str | None:
+        """Why this is not done, by the expected end costs; None where it may be; a collective."""
+        ahead = int(forecast.settings.get("horizon_iterations", 0))
+        rival = math.inf
+        if self._moves and recomputed_iterations is not None and ahead:
+            here = Target(scalars.iteration, scalars.cumulative_learning_rate, scalars.peak_learning_rate, moves=True)
+            moved = self.predictor.forecast(history, here)
+            if moved.feasible and ahead + moved.bound_iterations < recomputed_iterations:
+                rival = ahead + moved.expected_end_cost_iterations
+        if not forecast.feasible:
+            return f"prediction is not feasible: {forecast.reason}"
+        cost = f"{forecast.expected_end_cost_iterations:.0f} ± {forecast.expected_deviation_iterations:.0f}"
+        if recomputed_iterations is not None and forecast.bound_iterations >= recomputed_iterations:
+            return (
+                f"recomputing {recomputed_iterations} iterations is the safer choice: the expected end cost of a "
+                f"prediction is {cost}"
+            )
+        if forecast.expected_end_cost_iterations >= rival:
+            return f"moving the checkpoint and recomputing is expected to cost {rival:.0f}, a prediction {cost}"
+        return None
+
     def _write_and_judge(
         self,
         scalars: Scalars,
         history: DiskHistory,
-        forecast: Forecast,
+        tries: Iterable[tuple[float, Forecast]],
         loss_checkpoint: float | None,
         guard: dict[str, Any],
+        *,
         lost: bool,
+        changed: bool,
     ) -> tuple[Forecast, str, tuple[float, float]]:
         """Write the predicted state where this rank's is lost, with shorter displacements until the guard accepts.
+
+        Args:
+            scalars: the checkpoint's small state.
+            history: of the checkpoints.
+            tries: lengths and forecasts, in order; at least one.
+            loss_checkpoint: as in `judge`.
+            guard: takes the numbers, for the journal.
+            lost: whether this rank's state is.
+            changed: whether the weights of some rank are not the checkpoint's: else an unmoved state needs no loss.
 
         Returns:
             What was written last, the reason to keep or refuse it, and seconds that predicting and injecting took.
         """
         predict_seconds = inject_seconds = 0.0
         guard["tried"] = []
-        for length in LENGTHS:
+        for length, tried in tries:
             started = time.perf_counter()
-            tried = of_length(forecast, length)
             if lost:
                 self._write(history, tried)
             written = time.perf_counter()
             self._adapter.push_down()
-            accepted, reason = self.judge(scalars, loss_checkpoint, guard)
+            if changed or tried.method != STALE_METHOD:
+                accepted, reason = self.judge(scalars, loss_checkpoint, guard)
+            else:
+                accepted, reason = True, "no loss veto: no weight was moved"
+                guard["loss"] = {"accepted": True, "reason": "not evaluated: no weight was moved"}
             guard["tried"].append({"length": length, **guard["loss"]})
             predict_seconds += written - started
             inject_seconds += time.perf_counter() - written
             if accepted:
                 break
-        if length < 1.0:
-            reason += f"; at {length:g} of the displacement's length, longer ones were vetoed" if accepted else ""
+        if length < 1.0 and accepted:
+            reason += f"; at {length:g} of the displacement's length, longer ones were vetoed"
         return tried, f"{tried.reason}; {reason}", (predict_seconds, inject_seconds)
 
     def _history(self, scalars: Scalars) -> DiskHistory:
@@ -322,20 +375,6 @@ def _refused(
     dear = Recomputes.CHEAPER if forecast.feasible else Recomputes.INFEASIBLE
     why = Recomputes.PREDICTION_REFUSED if guard else dear
     return RefusedError(Refusal(why, reason, forecast, guard, predict_seconds, inject_seconds))
-
-
-def _refusal(forecast: Forecast, recomputed: int | None) -> str | None:
-    """Why nothing is predicted, by the expected end cost of what is lost; None where it may be."""
-    if not forecast.feasible:
-        return f"prediction is not feasible: {forecast.reason}"
-    expected = forecast.expected_end_cost_iterations
-    deviation = forecast.expected_deviation_iterations
-    if recomputed is not None and expected + deviation >= recomputed:
-        return (
-            f"recomputing {recomputed} iterations is the safer choice: the expected end cost of a prediction is "
-            f"{expected:.0f} ± {deviation:.0f}"
-        )
-    return None
 
 
 def _is_finite(values: torch.Tensor) -> bool:

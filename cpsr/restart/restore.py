@@ -137,21 +137,21 @@ class Restorer:
 
     def _circumstances(self, mode: Mode, checkpoint: Snapshot | None, failure_iteration: int | None) -> Circumstances:
         group = self._job.group
-        known = Circumstances(mode, self._inexact, failure_iteration, group.size)
+        moves = self._job.config.predictor.move
+        known = Circumstances(mode, self._inexact, failure_iteration, group.size, moves)
         if checkpoint is None or failure_iteration is None or mode == "exact":
             return known
         # From rank 0: the other ranks do not know the plan.
         planning = Scalars.from_tree(checkpoint.scalars).planning
-        names = "mode", "memory_interval_iterations", "interval_iterations"
+        names = "memory_interval_iterations", "interval_iterations"
         known_by_0 = [planning.get(name) for name in names]
         if group.rank == 0:
             known_by_0 += [self._injection.failures.since(checkpoint.iteration)]
             known_by_0 += [self._injection.dumps.since(checkpoint.iteration)]
-        planned, every, interval, (failures, last_failure), (dumps, _) = group.broadcast(known_by_0)
+        every, interval, (failures, last_failure), (dumps, _) = group.broadcast(known_by_0)
         between = every is not None and every < (interval or 0)
         return replace(
             known,
-            planned=planned,
             failures=failures,
             last_failure=last_failure,
             dumps=dumps,
@@ -163,12 +163,12 @@ class Restorer:
         for candidate in order:
             try:
                 restored = self._load(candidate, restart)
-                if refusal is not None:
+                if refusal is not None and not restored.predicted:
                     return restored.instead(refusal)
                 lost = restored.lost_iterations > 0
                 return replace(restored, reason=f"mode {restart.mode}: {restored.reason}") if lost else restored
             except RefusedError as error:
-                refusal = error.refusal
+                refusal = refusal or error.refusal
             except CheckpointError as error:
                 logger.warning("%s cannot be used, and the next state is tried: %s", _place(candidate), error)
         c = restart.checkpoint_iteration

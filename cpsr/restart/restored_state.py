@@ -8,7 +8,7 @@ from typing import Any
 
 from cpsr.checkpoint.tiers import Source
 from cpsr.journal import Beginning, FailureRow, FailureScope, Origin, RankJournal, RecoveryRow, RecoverySource
-from cpsr.predictor.protocol import Forecast
+from cpsr.predictor.protocol import STALE_METHOD, Forecast
 from cpsr.ranks.exits import FAILED
 from cpsr.state.small_state import DataPosition, Scalars
 
@@ -20,7 +20,6 @@ class Recomputes(enum.Enum):
 
     FAILED_BEFORE = "an earlier attempt to continue near the failure failed"
     IN_MEMORY = "newer states were not exact"
-    PLANNED = "the plan expects a prediction to cost more"
     CHEAPER = "a prediction would cost more"
     INFEASIBLE = "nothing can be predicted"
     DUMP_REFUSED = "the state that the ranks left in memory failed its check"
@@ -118,6 +117,18 @@ class Restored:
         return self.predicted and any(source.tier == "departure" for source in self.sources)
 
     @property
+    def stale(self) -> bool:
+        """Whether what was lost is the checkpoint's, without a move: the iterations since are skipped."""
+        return self.predicted and self.method == STALE_METHOD
+
+    @property
+    def expected_end_cost_iterations(self) -> float | None:
+        """Of the forecast; iterations that are trained again count as well. None without one."""
+        if self.forecast is None:
+            return None
+        return self.forecast.expected_end_cost_iterations + self.predicted * self.lost_iterations
+
+    @property
     def lost_iterations(self) -> int:
         """Iterations before the failure that are trained again."""
         f = self.failure_iteration
@@ -187,7 +198,7 @@ def _recovery_row(life: int, restored: Restored, mode: str, watching: bool) -> R
         method=restored.method,
         requested_mode=mode,
         feasible=_feasible(restored),
-        expected_end_cost_iterations=None if forecast is None else forecast.expected_end_cost_iterations,
+        expected_end_cost_iterations=restored.expected_end_cost_iterations,
         settings={} if forecast is None else {"method": forecast.method, **forecast.settings},
         reason=restored.reason,
         load_seconds=restored.load_seconds,

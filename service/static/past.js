@@ -4,7 +4,7 @@ import { known } from "./loss.js";
 import { byId, bytes, clock, duration, element, empty, number, ranks, signed, table, update } from "./page.js";
 
 const SOURCES = { departure: "emergency dump" };
-const WHOLE = new Set(["exact", "departure", "stale", "scratch"]); // the other methods predict
+const WHOLE = new Set(["exact", "departure", "older experts", "scratch"]); // the other methods predict
 const OUTCOMES = { kept: "kept", watching: "in probation", vetoed: "vetoed", rolled_back: "rolled back" };
 const CHECKPOINTS = 6;
 

@@ -79,7 +79,7 @@ def test_after_a_kill_experts_come_back_by_their_popularity(tmp_path: Path, rank
         remove_memory_states(run_id(tmp_path / "run"))
     expected = by_popularity(CHECKPOINT, found[0]["iteration"])
     for rank, began in enumerate(found):
-        assert began["method"] == "stale"
+        assert began["method"] == "older experts"
         assert KILLED - 1 <= began["iteration"] <= KILLED
         taken = [began["ages"].get(f"0.experts.{expert}.weight", began["iteration"]) for expert in range(len(TOKENS))]
         assert taken == expected
@@ -96,7 +96,7 @@ def test_a_slow_link_takes_the_experts_with_the_most_to_lose(tmp_path: Path) -> 
     trained = ranks_of(config, 2, killed := 14, machines)
     shutil.rmtree(machines[1])
     first, second = ranks_of(config, 2, machines=[machines[0], machines[2]])
-    assert (first["method"], second["method"]) == ("stale", "stale")
+    assert (first["method"], second["method"]) == ("older experts", "older experts")
     assert killed - 4 <= first["iteration"] == second["iteration"] <= killed
     assert first["ages"] == {}, "a step hides the copies of all"
     (age,) = set(second["ages"].values())

@@ -120,7 +120,7 @@ def test_losses_are_the_newest_of_each_iteration(path: Path, journal: Journal) -
         ("scratch", Beginning.SCRATCH, False),
         ("exact", Beginning.EXACT, False),
         ("departure", Beginning.EMERGENCY_DUMP, False),
-        ("stale", Beginning.OLDER_EXPERTS, True),
+        ("older experts", Beginning.OLDER_EXPERTS, True),
         ("line", Beginning.PREDICTED, True),
         ("vitp", Beginning.PREDICTED, True),
     ],

@@ -16,10 +16,12 @@ LINE = Forecast(
     "line",
     True,
     {},
-    12.4,
+    -12.4,
     "the numbers of the fit",
-    {"used_iterations": [60, 70, 80], "expected_deviation_iterations": 7.6},
+    {"used_iterations": [60, 70, 80], "expected_deviation_iterations": 7.6, "move_iterations": -20.0},
 )
+STALE = Forecast("stale", True, {}, 7.6, "", {"used_iterations": [80], "expected_deviation_iterations": 2.0})
+UNCHECKED = {"loss": {"accepted": True, "reason": "not evaluated: no weight was moved"}}
 CHECKED: dict[str, Any] = {"loss": {"accepted": True, "reason": "", "loss_predicted": 1.2412, "loss_checkpoint": 1.52}}
 REFUSED: dict[str, Any] = {
     "tried": [1.0],
@@ -47,8 +49,31 @@ PREDICTED = Restored(
             KILLED,
             "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
             "rank 0 exact from memory, rank 1 predicted from checkpoint 80 (line over 3 checkpoints). Predicted "
-            "state; expected cost 12 ± 8 iterations (exact: 11 iterations later). Check passed: loss "
-            "1.24, checkpoint 1.52.",
+            "state; expected cost -12 ± 8 iterations: skipping costs 8, the move gains 20, as it would without a "
+            "failure (exact: 11 iterations later). Check passed: loss 1.24, checkpoint 1.52.",
+        ),
+        (
+            replace(PREDICTED, forecast=STALE, guard=UNCHECKED),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, with the weights of "
+            "checkpoint 80; 11 iterations are skipped. Stale state; expected cost 8 ± 2 iterations (exact: 11 "
+            "iterations later). Not checked: no weight was moved.",
+        ),
+        (
+            replace(PREDICTED, forecast=STALE, sources=sources("departure", "predicted")),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91 and left no state. Ranks 0 and 1 continue at iteration 91: "
+            "rank 0 exact from memory, rank 1 with the weights of checkpoint 80; 11 iterations are skipped. Stale "
+            "state; expected cost 8 ± 2 iterations (exact: 11 iterations later). Check passed: loss 1.24, checkpoint "
+            "1.52.",
+        ),
+        (
+            replace(PREDICTED, restored_iteration=80, forecast=replace(LINE, expected_end_cost_iterations=-20.0)),
+            KILLED,
+            "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 80, moved from checkpoint "
+            "80 (line over 3 checkpoints). Predicted state; expected cost -9 ± 8 iterations: recomputing costs 11, the "
+            "move gains 20, as it would without a failure (exact: 11 iterations later). Check passed: loss 1.24, "
+            "checkpoint 1.52.",
         ),
         (
             EXACT,

@@ -3,15 +3,18 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from cpsr.predictor.calibration import HORIZON_ITERATIONS
+from cpsr.predictor.guard import attempts
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, StatePredictor, Target
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, History, HistoryEntry, StatePredictor, Target
 from cpsr.predictor.training import Head
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS
@@ -161,18 +164,73 @@ def test_infeasible_says_why_and_is_not_predicted(
         predictor.predict(history, forecast)
 
 
+def stale(forecast: Forecast, entries: int) -> bool:
+    """Whether it leaves the weights of the newest checkpoint."""
+    return forecast.method == STALE_METHOD and set(forecast.coefficients.values()) == {(0.0,) * (entries - 1) + (1.0,)}
+
+
 @every_method
 @pytest.mark.parametrize("count", [1, 2])
-def test_one_or_two_checkpoints_are_too_few_and_it_says_so(make_history: MakeHistory, method: str, count: int) -> None:
-    history = make_history(ITERATIONS[-count:], walk(count))
+def test_without_a_line_the_checkpoint_goes_on_with_the_same_bits(
+    make_history: MakeHistory, method: str, count: int
+) -> None:
+    weights = walk(count)
+    weights[-1]["w0"][:2] = torch.tensor([-0.0, 0.0])
+    history = make_history(ITERATIONS[-count:], weights)
     predictor = METHODS[method]()
     forecast = predictor.forecast(history, TARGET)
-    assert not forecast.feasible
+    assert stale(forecast, count)
+    assert "no line" in forecast.reason
     assert ("there is one" if count == 1 else "there are 2") in forecast.reason
-    assert forecast.coefficients == {}
-    assert forecast.expected_end_cost_iterations == 30.0  # no better than to recompute it all
-    with pytest.raises(ValueError, match="not feasible"):
-        predictor.predict(history, forecast)
+    assert forecast.move_iterations == 0.0
+    assert forecast.expected_end_cost_iterations == forecast.settings["skip_iterations"]
+    out = predicted(predictor, history, forecast)
+    assert all(torch.equal(out[name].view(torch.int32), weights[-1][name].view(torch.int32)) for name in out)
+
+
+@every_method
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    situation=situations(),
+    seed=st.integers(0, 2**16),
+    shares=st.lists(st.floats(0.01, 1.0), min_size=2, max_size=2).map(sorted),
+)
+def test_what_is_tried_certainly_costs_less_than_recomputing_and_a_larger_loss_no_less(
+    make_history: MakeHistory,
+    method: str,
+    situation: tuple[list[HistoryEntry], Target],
+    seed: int,
+    shares: list[float],
+) -> None:
+    entries, target = situation
+    generator = torch.Generator().manual_seed(seed)
+    weights = [{"w": torch.randn(11, generator=generator)} for _ in entries]
+    history = type(make_history([1], [{}]))(entries, weights)
+    horizon = target.iteration - entries[-1].iteration
+    found = [METHODS[method]().forecast(history, replace(target, lost_share=share)) for share in shares]
+    assume(all(forecast.feasible for forecast in found))
+    few, many = (forecast.settings["skip_iterations"] for forecast in found)
+    assert few <= many or horizon > HORIZON_ITERATIONS
+    for forecast in found:
+        tried = list(attempts(forecast, horizon)) if forecast.bound_iterations < horizon else []
+        assert all(one.bound_iterations < horizon for _, one in tried)
+        assert [length for length, _ in tried] == sorted((length for length, _ in tried), reverse=True)
+        assert all(
+            (length > 0.0 and not stale(forecast, len(entries))) or stale(one, len(entries)) for length, one in tried
+        )
+
+
+@every_method
+def test_asked_to_move_at_the_checkpoint_it_moves_where_that_gains(make_history: MakeHistory, method: str) -> None:
+    history = make_history(ITERATIONS, walk(9))
+    here = Target(1000, 1000.0, 20.0)  # late: the learning rate is a twentieth of its peak
+    assert stale(METHODS[method]().forecast(history, here), 9)
+    forecast = METHODS[method]().forecast(history, replace(here, moves=True))
+    assert forecast.method == method
+    assert forecast.settings["skip_iterations"] == 0.0
+    assert forecast.bound_iterations < 0.0
+    failed = METHODS[method]().forecast(history, Target(1030, 1030.0, 20.0))
+    assert forecast.move_iterations == pytest.approx(failed.move_iterations, rel=0.2)
 
 
 @every_method

@@ -79,7 +79,6 @@ def test_predictors_measure_it_over_all_weights_from_what_they_learned_or_from_t
         pass
     found = [one.forecast(history, target).settings["context"]["straightness"] for one in (learned, fresh, line)]
     assert found == [pytest.approx(0.5, abs=2e-3)] * 3
-    assert (learned.straightness(), fresh.straightness()) == (found[0], None)
 
 
 def path(first: float, second: float, cosine: float) -> torch.Tensor:

@@ -117,6 +117,9 @@ def test_of_one_lost_rank_only_its_shard_is_predicted(job: Job, uninterrupted: U
     back = job.launch("predict", settings=IN_MEMORY)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     assert sources(job) == [("departure", 23), ("predicted", 23)]
+    with JournalReader(job.run_dir / "journal.db") as reader:
+        settings = reader.recoveries()[-1].settings
+    assert settings["lost_share"] == settings["context"]["lost_share"] == pytest.approx(0.5, abs=0.1)
     reference = uninterrupted(iterations=23)
     survivor, lost = (back.result(rank) for rank in range(2))
     assert survivor["started"]["iteration"] == lost["started"]["iteration"] == 23

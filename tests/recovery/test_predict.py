@@ -51,18 +51,49 @@ def test_restarts_at_the_failure(job: Job, killed: Killed, uninterrupted: Uninte
 
 
 def test_auto_recomputes_where_a_prediction_is_not_worth_it(job: Job, uninterrupted: Uninterrupted) -> None:
-    """Two checkpoints show no direction: auto falls back to exact, says so, and is bitwise."""
+    """Two checkpoints show no direction, and skipping costs more at the peak rate: auto is exact, and says so."""
     ended = job.launch(fault=f"step:1:{2 * INTERVAL + 1}", committed=2 * INTERVAL)
     assert -9 in ended.statuses
     back = job.launch(mode="auto")
     assert back.result()["started"] | {"reason": ""} == {"iteration": 2 * INTERVAL, "method": "exact", "reason": ""}
-    assert "3 usable checkpoints, and there are 2" in back.result()["started"]["reason"]
+    assert "recomputing 1 iterations is the safer choice" in back.result()["started"]["reason"]
     assert back.result()["state"] == uninterrupted().result()["state"]
+
+
+LATE: dict[str, Any] = {  # from iteration 8 on the rate is a twentieth of its peak
+    "optimizer": {"type": "AdamW", "params": {"lr": 2e-2}},
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {"total_num_steps": 8, "warmup_num_steps": 2, "cos_min_ratio": 0.05},
+    },
+}
+
+
+def test_late_in_a_falling_schedule_auto_goes_on_from_the_checkpoint_and_skips_the_iterations_since(
+    job: Job, killed: Killed, uninterrupted: Uninterrupted
+) -> None:
+    interval = {"checkpoint": {"interval_iterations": 10}}
+    killed(fault="step:1:13", committed=10, zero=1, optimizer=LATE, settings=interval)
+    back = job.launch(mode="auto", optimizer=LATE, settings=interval)
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    reference = uninterrupted(iterations=10, optimizer=LATE, settings=interval)
+    for rank in range(2):
+        result = back.result(rank)
+        assert result["started"] | {"reason": ""} == {"iteration": 13, "method": "stale", "reason": ""}
+        assert result["state_at_start"] == reference.result(rank)["state"]
+    recovery = recovery_of(job)
+    assert recovery.guard["loss"] == {"accepted": True, "reason": "not evaluated: no weight was moved"}
+    assert (recovery.settings["lost_share"], recovery.settings["move_iterations"]) == (1.0, 0.0)
+    assert recovery.expected_end_cost_iterations == recovery.settings["skip_iterations"] < 3
+    assert recovery.origin == "predicted"
+    with JournalReader(job.run_dir / "journal.db") as journal:
+        messages = [event.message for event in journal.events() if event.kind == "started" and event.rank == 0]
+    assert "with the weights of checkpoint 10; 3 iterations are skipped. Stale state" in messages[-1]
 
 
 def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job, killed: Killed) -> None:
     killed(**KILL, zero=1, settings=NO_RISE)
-    back = job.launch(mode="predict", settings=NO_RISE, gain=10.0)
+    back = job.launch(mode="predict", settings=NO_RISE, gain=3.0)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     recovery = recovery_of(job)
     tried = recovery.guard["tried"]

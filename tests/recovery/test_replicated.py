@@ -42,7 +42,7 @@ def test_a_mixture_shares_what_its_ranks_hold_alike(job: Job) -> None:
     found = manifests(job, CHECKPOINT)
     back = job.launch(mode="auto", settings=sections, **options)
     assert back.statuses == [0] * RANKS, back.output[0][-3000:]
-    assert {back.result(rank)["started"]["method"] for rank in range(RANKS)} == {"stale"}
+    assert {back.result(rank)["started"]["method"] for rank in range(RANKS)} == {"older experts"}
     written = Counter(name for one in found for name, operator in one.operators.items() if operator.saved_by is None)
     assert set(written.values()) == {1}
     assert written.keys() == {name for one in found for name in one.operators}

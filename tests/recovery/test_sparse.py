@@ -121,14 +121,14 @@ def test_experts_go_on_as_they_were_saved(failed: Job, dense: list[dict[tuple[st
         assert ages == expected_ages(ages)
     back = restarted(failed, sections)
     for rank in range(RANKS):
-        assert back.result(rank)["started"]["method"] == "stale"
+        assert back.result(rank)["started"]["method"] == "older experts"
         assert back.result(rank)["started"]["iteration"] == CHECKPOINT
         found = began(failed, rank)
         for name, age in expected_ages(found).items():
             assert torch.equal(found[name], dense[rank][name, age].view_as(found[name])), (name, age)
     with JournalReader(failed.run_dir / "journal.db") as journal:
         recovery = journal.recoveries()[-1]
-        assert (recovery.method, recovery.outcome, recovery.origin) == ("stale", "kept", "predicted")
+        assert (recovery.method, recovery.outcome, recovery.origin) == ("older experts", "kept", "predicted")
         lost = recovery.guard["lost_tokens"]
         assert lost["layers"][0]["stale_experts"] == EXPERTS - 1
         assert lost["layers"][0]["oldest_iteration"] == min(AGES.values())
@@ -147,7 +147,7 @@ def test_a_roll_back_to_older_experts_is_labelled(job: Job) -> None:
     with JournalReader(job.run_dir / "journal.db") as journal:
         recovery = journal.recoveries()[-1]
         assert (recovery.method, recovery.outcome, recovery.origin) == ("line", "rolled_back", "predicted")
-        assert recovery.guard["rolled_back_to"] == "stale"
+        assert recovery.guard["rolled_back_to"] == "older experts"
         assert journal.checkpoints()[-1].origin == "predicted"
 
 
@@ -220,7 +220,7 @@ def test_a_plain_torch_mixture_goes_the_same_way(tmp_path: Path, policy: str) ->
     stale = {name for name, age in ages.items() if age < 40}
     assert stale <= {name for name in ages if name.startswith("experts.")}
     assert restored.taken_at == {name: ages[name] for name in stale}
-    assert restored.method == ("stale" if stale else "exact")
+    assert restored.method == ("older experts" if stale else "exact")
     assert bool(stale) or policy in ("moetion", "dynamic_k")  # which save all: the disk takes it, or the run is short
     for name, values in saved.items():
         assert torch.equal(start[name].reshape(-1), values)
@@ -286,7 +286,7 @@ def test_the_last_checkpoint_of_a_life_is_given_up_for_nothing_that_is_not_commi
     if fault != "a kill":  # which the thread that copies does not outlive
         assert [one.iteration for one in copies(open_place(target)).usable.values()][-1] == 20
     restored, _ = plain_life(config, 20, ends=True)
-    assert (restored.restored_iteration, restored.method) == (20, "exact" if in_memory else "stale")
+    assert (restored.restored_iteration, restored.method) == (20, "exact" if in_memory else "older experts")
     assert verify_run(tmp_path / "run") == []
     assert set(taken_by(tmp_path / "run", 20).values()) == {20}, "a whole one is there now"
 
@@ -354,7 +354,8 @@ def test_experts_of_all_stages_take_turns_and_come_back_with_their_ages(tmp_path
             assert torch.equal(found[name], before[name, age].view_as(found[name])), (name, age)
         assert {age for name, age in ages.items() if ".deepspeed_experts." not in name} == {at}
         taken |= ages
-        assert (back.result(rank)["started"]["method"], back.result(rank)["started"]["iteration"]) == ("stale", at)
+        began = back.result(rank)["started"]
+        assert (began["method"], began["iteration"]) == ("older experts", at)
     layers = [f"{number}.experts" for number in (*range(1, 1 + routed[0]), *range(3, 3 + routed[1]))]
     for layer in layers:
         experts = [age for name, age in taken.items() if name.startswith(layer) and name.endswith(".0.weight")]
@@ -390,7 +391,7 @@ def test_snapshots_in_memory_leave_out_experts_of_some_stages(tmp_path: Path) ->
         remove_memory_states(run_id(job.run_dir))
     assert back.statuses == [0] * STAGED_RANKS, back.output[0][-3000:]
     started = [back.result(rank)["started"] for rank in range(STAGED_RANKS)]
-    assert [one["method"] for one in started] == ["stale"] * STAGED_RANKS
+    assert [one["method"] for one in started] == ["older experts"] * STAGED_RANKS
     (began,) = {one["iteration"] for one in started}
     assert began > 16
     with JournalReader(job.run_dir / "journal.db") as journal:

@@ -59,7 +59,7 @@ def situations(draw: st.DrawFn) -> tuple[list[Candidate], Circumstances]:
         inexact=mode != "exact" or draw(st.booleans()),
         failure_iteration=f,
         ranks=ranks,
-        planned=draw(st.sampled_from([None, "predict", "recompute"])),
+        moves=draw(st.booleans()),
         failures=draw(st.integers(0, 3)),
         last_failure="ValueError",
         dumps=draw(st.integers(0, 3)),
@@ -100,9 +100,12 @@ def test_a_state_near_the_failure_is_taken_only_where_iterations_would_be_lost(
 ) -> None:
     there, known = situation
     order = choose(there, known).order
-    near = [one for one in order if one.near_failure]
-    assert near in ([], list(order[:1]))
     f = known.failure_iteration
+    near = [one for one in order if one.near_failure and one.iteration != C]
+    moved = [one for one in order if one.near_failure and one.iteration == C]
+    assert [*near, *moved] == list(order[: len(near) + len(moved)])
+    assert len(near) <= 1
+    assert len(moved) <= (known.moves and known.mode == "auto" and len(near))
     for one in near:
         assert f is not None
         assert one.cost_iterations(f) == 0
@@ -129,7 +132,7 @@ def test_only_what_was_lost_is_predicted(situation: tuple[list[Candidate], Circu
     there, known = situation
     for one in choose(there, known).order:
         assert one.beginning.predicted == (one.lost_ranks > 0)
-        if one.beginning.predicted:
+        if one.beginning.predicted and one.iteration != C:  # where none is lost, and all may be moved
             others = [other for other in there if other.near_failure and other.lost_ranks < one.lost_ranks]
             assert others == [] or known.dumps >= ATTEMPTS
 
@@ -155,8 +158,6 @@ def test_attempts_from_one_checkpoint_come_to_an_end(situation: tuple[list[Candi
     assert known.dumps < ATTEMPTS or not any(one.dumped for one in choice.order)
     if known.failures >= known.failures_allowed:
         assert not any(one.near_failure for one in choice.order)
-    if known.mode == "auto" and known.planned == "recompute":
-        assert not any(one.beginning.predicted for one in choice.order)
 
 
 @given(situations())
@@ -166,7 +167,7 @@ def test_it_says_why_iterations_are_recomputed_that_need_not_be(
 ) -> None:
     there, known = situation
     choice = choose(there, known)
-    f, near = known.failure_iteration, [one for one in there if one.near_failure]
+    f, near = known.failure_iteration, [one for one in there if one.near_failure and one.iteration != C]
     lost = f is not None and choice.order != () and choice.order[0].cost_iterations(f) > 0
     assert (choice.refusal is not None) == (lost and near != [] and known.mode != "exact")
 
@@ -189,15 +190,13 @@ def test_a_failure_is_predicted_and_the_checkpoint_is_next() -> None:
     assert chosen(Decision(DISK), known()) == Choice((PREDICTED, FROM_DISK))
 
 
-def test_a_plan_to_recompute_holds_for_what_one_rank_has_lost() -> None:
-    found = Decision(DISK, dumped(23, True, False))
-    choice = chosen(found, known(planned="recompute"))
-    assert choice.order == (FROM_DISK,)
-    assert choice.refusal is not None
-    assert choice.refusal.why is Recomputes.PLANNED
-    assert choice.refusal.guard == {"lost_share": 1 / RANKS}
-    partly = Candidate(Beginning.PREDICTED, found.departed)
-    assert chosen(found, known(planned="recompute", mode="predict")).order == (partly, FROM_DISK)
+def test_the_checkpoint_is_moved_where_that_is_asked_for_and_nothing_nearer_is_taken() -> None:
+    moved = Candidate(Beginning.PREDICTED, all_from("predicted", C, RANKS))
+    partly = Decision(DISK, dumped(23, True, False))
+    near = Candidate(Beginning.PREDICTED, partly.departed)
+    assert chosen(partly, known(moves=True)).order == (near, moved, FROM_DISK)
+    assert chosen(partly, known(moves=True, mode="predict")).order == (near, FROM_DISK)
+    assert chosen(Decision(DISK), known(moves=True, failure_iteration=None)).order == (FROM_DISK,)
 
 
 def test_an_older_snapshot_in_memory_stands_between_the_failure_and_the_checkpoint() -> None:
@@ -222,7 +221,7 @@ def test_a_window_is_passed_over_only_for_what_all_ranks_left(
     situation: tuple[list[Candidate], Circumstances],
 ) -> None:
     there, known = situation
-    order = choose(there, known).order
+    order = [one for one in choose(there, known).order if not one.near_failure or one.iteration != C]
     f = known.failure_iteration
     windows = [one for one in there if one.is_window and f is not None and C < one.iteration < f]
     if known.mode != "auto" or not windows or order[0] == windows[0]:

@@ -1,6 +1,8 @@
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from cpsr import CPSRRecovery
 from cpsr.checkpoint.tiers import Source
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import CheckpointError
-from cpsr.planner.live.job_planner import JobPlanner
+from cpsr.predictor.calibration import MOVE_TERMS, SKIP_TERMS, Curve, Table
 from cpsr.restart.restore import Restored
 from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
@@ -37,13 +39,14 @@ def job(seed: int = 0) -> tuple[Regression, TorchAdapter]:
     return model, TorchAdapter(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-def settings(run_dir: Path, mode: Mode = "predict") -> dict[str, Any]:
+def settings(run_dir: Path, mode: Mode = "predict", **sections: Any) -> dict[str, Any]:
     # What a life leaves in memory is exact, and would spare the next one its prediction.
     checkpoint = {"interval_iterations": INTERVAL, "shared_memory": False}
-    return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, "restart": {"loss_tolerance_nats": 10.0}}
+    restart = {"loss_tolerance_nats": 10.0}
+    return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, "restart": restart, **sections}
 
 
-def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict") -> Restored:
+def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict", **sections: Any) -> Restored:
     """A life that ends in its training loop; how it began."""
     model, adapter = job()
 
@@ -58,7 +61,7 @@ def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict") -> Restored:
             if recovery.iteration == iterations:
                 raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), CPSRRecovery(adapter, settings(run_dir, mode)) as recovery:
+    with pytest.raises(ZeroDivisionError), CPSRRecovery(adapter, settings(run_dir, mode, **sections)) as recovery:
         life()
     return recovery.restored
 
@@ -98,14 +101,34 @@ def test_a_state_in_memory_that_cannot_be_read_leaves_the_checkpoint_as_it_is(
         assert torch.equal(model.linear.weight, kept[2 * INTERVAL])
 
 
-@pytest.mark.parametrize(("mode", "asked"), [("auto", False), ("predict", True)])
-def test_a_plan_that_recomputes_is_followed_where_the_choice_is_left_to_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode, asked: bool
+def costs(skip: float, move: float) -> Callable[[], Table]:
+    """A table by which an iteration that is skipped, and one of a move, cost so much beyond doubt."""
+    curves = [
+        Curve(numpy.eye(count)[0] * cost, 1e-9 * numpy.eye(count), 1.0)
+        for count, cost in ((len(SKIP_TERMS), skip), (len(MOVE_TERMS), move))
+    ]
+    return lambda: Table(curves[0], curves[1], {})
+
+
+@pytest.mark.parametrize(
+    ("skip", "move", "asked", "method", "at"),
+    [
+        (0.9, -0.1, False, "line", 23),
+        (0.9, 0.1, True, "stale", 23),
+        (1.5, -0.1, False, "exact", 20),
+        (1.5, -0.1, True, "line", 20),
+        (0.9, -0.1, True, "line", 23),  # a failure costs less there, and both gain by the move
+        (1.5, 0.1, True, "exact", 20),
+    ],
+)
+def test_auto_takes_the_way_that_is_expected_to_cost_least(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: float, move: float, asked: bool, method: str, at: int
 ) -> None:
-    state_dict = JobPlanner.state_dict
-    monkeypatch.setattr(JobPlanner, "state_dict", lambda *given: {**state_dict(*given), "mode": "recompute"})
-    fail_at(23, tmp_path, mode)
-    restored = fail_at(24, tmp_path, mode)
-    assert (restored.forecast is not None) is asked
-    assert ("plan finds recomputing cheaper" in restored.reason) is not asked
-    assert (restored.method, restored.restored_iteration) == (("line", 23) if asked else ("exact", 20))
+    monkeypatch.setattr("cpsr.predictor.line.table", costs(skip, move))
+    fail_at(23, tmp_path, "auto", predictor={"move": asked})
+    restored = fail_at(24, tmp_path, "auto", predictor={"move": asked})
+    assert (restored.method, restored.restored_iteration) == (method, at), restored.reason
+    assert restored.predicted is (method != "exact")
+    if restored.predicted:
+        assert restored.expected_end_cost_iterations is not None
+        assert restored.expected_end_cost_iterations < 3  # what recomputing costs

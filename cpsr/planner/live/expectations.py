@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import numpy
 
-from cpsr.checkpoint.catalogue import Retention
 from cpsr.config import CPSRConfig
 from cpsr.fitter.accuracy import AccuracyCurve, Backtest, fit_accuracy
 from cpsr.fitter.failures import FailureClasses, FailureRate
@@ -20,11 +19,8 @@ from cpsr.journal import JournalReader, RecoveryRow, ReportedFailure
 from cpsr.planner.plan import Situation
 from cpsr.planner.recovery_curve import EndCostCurve
 from cpsr.predictor.backtest import HORIZON_ITERATIONS
-from cpsr.predictor.calibration import Expected
-from cpsr.predictor.checkpoint_series import TYPICAL_STRAIGHTNESS
+from cpsr.predictor.calibration import STALE, Context, table
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
-from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = [
     "Curves",
@@ -45,10 +41,6 @@ SAME_FAILURE_SECONDS = 600.0
 LOSSES_MAX = 20_000
 # Points of a fitted loss curve, for plots: a falling curve needs no more, and a fit stays a few kilobytes.
 CURVE_POINTS = 65
-# Intervals at which the prior is evaluated, in iterations: it is smooth between them.
-INTERVALS_ITERATIONS = (10, 20, 35, 50, 75, 100, 150, 200, 300, 500)
-# Failures at which it is evaluated, as shares of the interval: f is anywhere in it.
-HORIZON_SHARES = (0.25, 0.5, 0.75, 1.0)
 # Kept predictions that a run starts with, so that a first veto is no verdict.
 KEPT_BEFORE = 4
 NONE_YET: Mapping[str, int] = {}
@@ -183,71 +175,28 @@ def _accuracy(accuracy: Sequence[Mapping[str, Any]]) -> AccuracyCurve | None:
 # The end cost of predicted recoveries
 
 
-def expected_costs(
-    situation: Situation,
-    kept: Retention,
-    straightness: float | None = None,
-    lost: float = 1.0,
-    outcomes: Mapping[str, int] = NONE_YET,
-) -> tuple[EndCostCurve, int] | None:
-    """The line through the expected end costs, and the longest interval to predict from.
+def expected_costs(situation: Situation, lost: float = 1.0, outcomes: Mapping[str, int] = NONE_YET) -> EndCostCurve:
+    """The expected end cost of a failure whose iterations are skipped, by the horizon.
 
-    What a prediction that was kept has cost shows at the end of the training alone: it counts as expected.
+    It is net of the move: a gain that needs no failure is no reason for longer intervals. What a restart that was kept
+    has cost shows at the end of the training alone: it counts as expected.
 
     Args:
         situation: progress of the run.
-        kept: how much history is kept.
-        straightness: of the run's own path; None takes the typical one.
         lost: share of the state that a failure is expected to lose.
         outcomes: number of the run's own recoveries that were `kept`, `vetoed` and `rolled_back`.
-
-    Returns:
-        None if nothing can be predicted at any interval yet.
     """
-    straight = TYPICAL_STRAIGHTNESS if straightness is None else straightness
-    rows: list[tuple[float, float]] = []
-    expected: list[Expected] = []
-    longest = 0
-    for interval in INTERVALS_ITERATIONS:
-        horizons = [max(1, round(share * interval)) for share in HORIZON_SHARES]
-        found = [_expected(situation, kept, interval, horizon, straight, lost) for horizon in horizons]
-        possible = [(horizon, one) for horizon, one in zip(horizons, found, strict=True) if one is not None]
-        if len(possible) < len(horizons):
-            break
-        longest = interval
-        rows += [(float(horizon), float(interval)) for horizon, _ in possible]
-        expected += [one for _, one in possible]
-    if not rows:
-        return None
-    places = numpy.array(rows)
-    costs = numpy.array([one.end_cost_iterations for one in expected])
-    coefficients = numpy.linalg.lstsq(numpy.column_stack([numpy.ones(len(places)), places]), costs, rcond=None)[0]
-    deviation = float(numpy.mean([one.deviation_iterations for one in expected]))  # their errors are fully correlated
-    path = "a typical path" if straightness is None else f"the run's own path (straightness {straightness:.2f})"
+    peak = situation.peak_learning_rate
+    ratio = min(1.0, situation.learning_rate / peak) if peak > 0 else 1.0
+    context = Context(1.0, situation.iteration, ratio, lost_share=lost)  # a skip costs in proportion to its length
+    expected = table().expected(context, STALE)
     part = "" if lost == 1.0 else f", {lost:.0%} of the state lost"
     ends = [outcomes.get(outcome, 0) for outcome in ("kept", "vetoed", "rolled_back")]
     own = f"{sum(ends)} recoveries of the run, on " if any(ends) else ""
-    a, b, c = map(float, coefficients)
-    prior = EndCostCurve(a, b, c, deviation, f"{own}the offline prior for {path}{part}")
+    source = f"{own}the offline prior for skipped iterations at {ratio:.0%} of the peak learning rate{part}"
+    prior = EndCostCurve(0.0, max(expected.skip_iterations, 0.0), 0.0, expected.deviation_iterations, source)
     _, vetoed, rolled_back = (count / (sum(ends) + KEPT_BEFORE) for count in ends)
-    return prior.with_refusals(vetoed, rolled_back, WATCH_ITERATIONS), longest
-
-
-def _expected(
-    situation: Situation, kept: Retention, interval: int, horizon: int, straightness: float, lost: float
-) -> Expected | None:
-    """Expected end cost with this checkpoint interval, the newest checkpoint now, at the current learning rate."""
-    count = min(kept.history_checkpoints(interval), situation.iteration // interval + 1)
-    rate = situation.learning_rate
-    points = [
-        HistoryEntry(iteration, rate * iteration, rate)
-        for iteration in range(situation.iteration - (count - 1) * interval, situation.iteration + 1, interval)
-    ]
-    failure = situation.iteration + horizon
-    target = Target(failure, rate * failure, situation.peak_learning_rate, lost)
-    # Without the run's measurements, which are added later.
-    found = LinePredictor().expected(points, target, straightness)
-    return None if isinstance(found, str) else found
+    return prior.with_refusals(vetoed, rolled_back, WATCH_ITERATIONS)
 
 
 def _lost_share(recoveries: Iterable[RecoveryRow]) -> float:
@@ -267,5 +216,5 @@ def _was_predicted(recovery: RecoveryRow) -> bool:
 
 def _share(recovery: RecoveryRow) -> float | None:
     """Share of the state that was lost, as the choice of the state has recorded it."""
-    share = recovery.settings.get("lost_share", recovery.guard.get("lost_share"))
+    share = recovery.settings.get("lost_share")
     return None if share is None else float(share)

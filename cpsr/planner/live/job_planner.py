@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cpsr.checkpoint.catalogue import Retention
 from cpsr.checkpoint.writer import SaveOutcome
 from cpsr.config import CPSRConfig
 from cpsr.errors import JournalError
@@ -21,6 +20,7 @@ from cpsr.planner.live.expectations import expected_costs, fit_curves, prior_cur
 from cpsr.planner.live.measurements import MEASURED, RankCosts, RankTimes, costs_of_ranks, of_job
 from cpsr.planner.plan import Plan, Situation
 from cpsr.planner.recovery_curve import EndCostCurve
+from cpsr.predictor.calibration import HORIZON_ITERATIONS
 from cpsr.predictor.divergence_watch import WATCH_ITERATIONS
 
 __all__ = ["JobPlanner"]
@@ -55,7 +55,6 @@ class JobPlanner:
         parameters: weights that this one owns.
         beta2: decay of the optimizer's second moments; 0 if it keeps none.
         accuracy: how well the predictor has predicted checkpoints; called from the planner's thread.
-        straightness: of the weights' path, as the predictor has learned it, None if unknown; called likewise.
 
     Attributes:
         times: what checkpoints and snapshots cost this rank.
@@ -70,12 +69,10 @@ class JobPlanner:
         parameters: int,
         beta2: float,
         accuracy: Callable[[], Sequence[dict[str, Any]]],
-        straightness: Callable[[], float | None],
     ) -> None:
         self._config = config
         self._rank, self._ranks = rank, ranks
         self._accuracy = accuracy
-        self._straightness = straightness
         self.times = RankTimes(parameters)
         self.on_proposal: Callable[[], None] = lambda: None
         self._window_iterations: int | None = None
@@ -83,7 +80,6 @@ class JobPlanner:
         self._saves: list[SaveOutcome] = []  # not processed yet
         self._situation: Situation | None = None
         self._curves = prior_curves(0, config)
-        self._path_straightness: float | None = None  # at the newest fit
         self._fitted = False
         self._others: list[RankCosts] = []
         self._others_iteration: int | None = None  # when the costs of the others were read
@@ -260,7 +256,7 @@ class JobPlanner:
     def _fit(self, situation: Situation, run_dir: Path, journal: RankJournal) -> bool:
         """Fit the curves to the journal; False if it cannot be read now: the old curves stay until the next update."""
         journal.flush(FLUSH_SECONDS)  # or losses of a branch that was given up would still be the newest
-        accuracy, self._path_straightness = self._accuracy(), self._straightness()
+        accuracy = self._accuracy()
         try:
             reported = reported_failures(run_dir)
             with JournalReader(run_dir / "journal.db") as reader:
@@ -275,9 +271,8 @@ class JobPlanner:
         return True
 
     def _propose(self, situation: Situation, own: RankCosts, journal: RankJournal, *, anew: bool) -> None:
-        curve, longest = self._end_costs(situation)
-        planner = self._config.planner
-        limits = Limits(planner.interval_min_iterations, planner.interval_max_iterations, longest)
+        curve, planner = self._end_cost(situation), self._config.planner
+        limits = Limits(planner.interval_min_iterations, planner.interval_max_iterations, HORIZON_ITERATIONS)
         plan = planned(self._inputs(situation, own, curve), limits, self._config, self._override)
         # What the training thread has told may be older than the newest proposal.
         if not (anew or differs(plan, self._proposed or situation.plan)):
@@ -290,12 +285,10 @@ class JobPlanner:
             kind = "override ended" if self._override is None else "override"
             journal.event(kind, override_message(self._override), situation.iteration)
 
-    def _end_costs(self, situation: Situation) -> tuple[EndCostCurve | None, int | None]:
-        """Expected end cost of a predicted recovery (None if impossible), and the longest interval for it."""
+    def _end_cost(self, situation: Situation) -> EndCostCurve | None:
+        """Expected end cost of a recovery that skips what was lost; None if that is not allowed."""
         curves = self._curves
-        straightness, lost = self._path_straightness, curves.lost_share
-        expected = expected_costs(situation, Retention(), straightness, lost, curves.outcomes)
-        return (None, None) if self._config.mode == "exact" or expected is None else expected
+        return None if self._config.mode == "exact" else expected_costs(situation, curves.lost_share, curves.outcomes)
 
     def _inputs(self, situation: Situation, own: RankCosts, recovery: EndCostCurve | None) -> PlannerInputs:
         costs, curves, seconds = of_job([own, *self._others]), self._curves, situation.iteration_seconds

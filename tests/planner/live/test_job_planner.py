@@ -49,10 +49,9 @@ def planner_of(
     config: CPSRConfig,
     rank: int = 0,
     accuracy: Callable[[], Sequence[Any]] = list,
-    straightness: Callable[[], float | None] = lambda: None,
     ranks: int = 1,
 ) -> JobPlanner:
-    return JobPlanner(config, rank, ranks, PARAMETERS, 0.0, accuracy, straightness)
+    return JobPlanner(config, rank, ranks, PARAMETERS, 0.0, accuracy)
 
 
 def saved(iteration: int, moment: float | None = 1.0, stall_seconds: float = 0.02) -> SaveOutcome:
@@ -346,7 +345,7 @@ journal = open_journal(run_dir, Group(), "auto")
 for at in range(1, 401):
     journal.record(StepRow(life=0, iteration=at, loss=3 - at / 1000 + noise.normal() / 20, learning_rate=1, seconds=1))
 before = random.getstate(), str(numpy.random.get_state()), torch.get_rng_state().tolist()
-planner = JobPlanner(CPSRConfig.load({{"run_dir": run_dir}}), 0, 1, 1, 0.0, list, lambda: None)
+planner = JobPlanner(CPSRConfig.load({{"run_dir": run_dir}}), 0, 1, 1, 0.0, list)
 planner.start(run_dir, journal)
 planner.note(SaveOutcome(100, "committed", "", 100, 0.1, 0.1, 0.02, 1.0))
 planner.consider(Situation(400, 1e-3, 1e-3, 0.1, planner.first_plan({{}})))
@@ -395,7 +394,7 @@ def test_the_theorem_takes_the_moments_of_all_weights_without_their_bias(
     moments = [1.0, *others]
     ranks, biased = len(moments), [moment * (1.0 - 0.999**19) for moment in moments]
     commit_costs(tmp_path, 20, [RankCosts(0.02, 0.2, PARAMETERS, moment) for moment in biased])
-    planner = JobPlanner(configured(tmp_path), 0, ranks, PARAMETERS, 0.999, lambda: ACCURACY, lambda: None)
+    planner = JobPlanner(configured(tmp_path), 0, ranks, PARAMETERS, 0.999, lambda: ACCURACY)
     planner.start(tmp_path, journal)
     written(journal)
     # The longest phase of these tests ends.
