@@ -341,7 +341,7 @@ def _failure(job: PlannerInputs, chosen: Optimum) -> str:
     cost = float(job.recovery.end_cost_iterations(_array(horizon), interval)[0])
     curve = job.recovery if isinstance(job.recovery, EndCostCurve) else None
     deviation = 0.0 if curve is None else curve.deviation_per_horizon_iteration * horizon  # else unknown
-    return predicted_price(cost, deviation)
+    return f"{predicted_price(cost, deviation)}, net of what a move gains"
 
 
 def _rival(job: PlannerInputs, name: str, rule: Rule) -> dict[str, Any]:

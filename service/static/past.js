@@ -66,10 +66,14 @@ function later(one) {
   return state(one) === "exact" ? `exact: ${number(lost, 9)} later` : `${number(lost, 9)} later`;
 }
 
-function onTime({ expected_end_cost_iterations: expected, settings: { expected_deviation_iterations: deviation } }) {
+function onTime(one) {
+  const { expected_end_cost_iterations: expected, settings } = one;
   if (expected === null) return null;
+  const { expected_deviation_iterations: deviation, move_iterations: move } = settings;
   const known = typeof deviation === "number" ? ` \u00b1 ${number(deviation, 2)}` : "";
-  return `predicted state; expected cost ${signed(expected, 2)}${known}`;
+  const rest = one.restored_iteration < one.failure_iteration ? "recomputing" : "skipping";
+  const parts = move ? `: ${rest} ${number(expected - move, 2)}, move ${signed(move, 2)}` : "";
+  return `${one.method === "stale" ? "stale" : "predicted"} state; expected cost ${signed(expected, 2)}${known}${parts}`;
 }
 
 function guard({ guard: { loss, watch, shortened } }) {

@@ -43,7 +43,7 @@ function tiles(plan, health) {
     tile("After a failure", MODES[plan.recovery_mode] ?? number(null), `mode ${plan.mode ?? "not known"}`),
     tile("Newest checkpoint", number(checkpoint?.iteration, 9), checkpoint ? bytes(checkpoint.bytes) : "none yet"),
     tile("A failure every", duration(mtbf(plan)), `expected; ${number(seen, 9)} seen`),
-    tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time; below zero is a gain"),
+    tile("Expected cost", percent(plan.explanation.expected?.cost_per_second), "of the time"),
     plan.descends_from_predicted
       ? tile("Descends from", "predicted state", "or one that was restored in part")
       : tile("Descends from", "trained states"),

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from cpsr.predictor.guard import Displacements, Guard, measure
+from cpsr.predictor.guard import Displacements, Guard, attempts, measure
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import Target
+from cpsr.predictor.protocol import Forecast, Target
 
 
 def norms(predicted: float, path: list[float]) -> Displacements:
@@ -108,3 +108,27 @@ def test_values_that_are_not_finite_are_counted_and_vetoed(make_history: MakeHis
     assert not decision.accepted
     assert decision.numbers == {"not_finite": 1, "operators": ["w"]}
     assert Guard().limit(norms).tolist() == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("skip", "recomputed", "lengths"),
+    [
+        (20.0, 30.0, [1.0, 0.5, 0.25, 0.0]),
+        (20.0, None, [1.0, 0.5, 0.25, 0.0]),
+        (27.0, 30.0, [1.0, 0.5, 0.25]),  # skipping 30 iterations costs 27 ± 5
+        (27.0, None, [1.0, 0.5, 0.25]),
+        (37.0, 30.0, [1.0]),
+    ],
+)
+def test_vetoes_lead_to_shorter_moves_and_to_none_where_that_certainly_costs_less_than_recomputing(
+    skip: float, recomputed: float | None, lengths: list[float]
+) -> None:
+    settings = {"move_iterations": -20.0, "expected_deviation_iterations": 5.0, "horizon_iterations": 30}
+    forecast = Forecast("line", True, {"w": (-1.0, 2.0)}, skip - 20.0, "", settings)
+    tried = list(attempts(forecast, recomputed))
+    assert [length for length, _ in tried] == lengths
+    for length, one in tried:
+        assert one.coefficients == {"w": (-length, 1.0 + length)}
+        assert one.expected_end_cost_iterations == skip - 20.0 * length
+        assert one.move_iterations == -20.0 * length
+        assert one.method == ("line" if length else "stale")
