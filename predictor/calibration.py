@@ -124,24 +124,32 @@ class Expected:
         return self.end_cost_iterations + deviations * self.deviation_iterations
 
 
-SKIP_TERMS = ("u", "u * rate", "u * rate * (1 - rate)")
+SKIP_TERMS = ("u * rate", "u * rate * (1 - rate)", "u * rate * straightness")
 """Of a skip, in iterations; `rate` is the learning rate over its peak."""
-MOVE_TERMS = ("reach", "reach * straightness", "reach * (reach + window) / age", "reach * bent")
+MOVE_TERMS = (
+    "reach",
+    "reach * straightness",
+    "reach * (reach + window) / age",
+    "reach * (100 / age)**2",
+    "reach * (1 - rate) * bent",
+)
 """Of a move, in iterations; `bent` is 1 for the network's direction and 0 for the line's. A path turns: the further the
-line is followed, and the longer ago it was fitted, against the run's age, the more it costs."""
+line is followed, and the longer ago it was fitted, against the run's age, the more it costs; most in a young run."""
+YOUNG_ITERATIONS = 100  # any number: it gives the square no unit
 
 
 def skip_terms(context: Context) -> _Array:
     """The values of `SKIP_TERMS`."""
-    u, rate = context.horizon_iterations, context.learning_rate_ratio
-    return numpy.array([u, u * rate, u * rate * (1.0 - rate)])
+    rate = context.learning_rate_ratio
+    return context.horizon_iterations * rate * numpy.array([1.0, 1.0 - rate, context.straightness])
 
 
 def move_terms(context: Context, setting: Setting) -> _Array:
     """The values of `MOVE_TERMS`."""
     reach, age = setting.reach_iterations, max(context.age_iterations, 1.0)
-    turned = (reach + setting.window_iterations) / age
-    return reach * numpy.array([1.0, context.straightness, turned, float(setting.direction == "vitp")])
+    turned, young = (reach + setting.window_iterations) / age, (YOUNG_ITERATIONS / age) ** 2
+    bent = (1.0 - context.learning_rate_ratio) * float(setting.direction == "vitp")
+    return reach * numpy.array([1.0, context.straightness, turned, young, bent])
 
 
 @dataclass(frozen=True)
@@ -258,14 +266,20 @@ def windows(points: Sequence[HistoryEntry]) -> list[int]:
 
 
 def candidates(
-    context: Context, windows_iterations: Sequence[float], gain: float | None = None, direction: Direction = "line"
+    context: Context,
+    windows_iterations: Sequence[float],
+    gain: float | None = None,
+    directions: Sequence[Direction] = ("line",),
 ) -> list[Setting]:
-    """Going on from the checkpoint's weights, and every window with every reach; a given `gain` is so many horizons."""
-    if gain is not None:
-        return [Setting(window, gain * context.horizon_iterations, direction) for window in windows_iterations]
+    """Going on from the checkpoint's weights, and every window, reach and direction; a `gain` is so many horizons."""
     moves = [
-        Setting(window, min(share * window, FURTHEST_ITERATIONS), direction)
+        Setting(window, reach, direction)
+        for direction in directions
         for window in windows_iterations
-        for share in REACH_OF_WINDOW
+        for reach in _reaches(window, None if gain is None else gain * context.horizon_iterations)
     ]
-    return [STALE, *moves]
+    return moves if gain is not None else [STALE, *moves]
+
+
+def _reaches(window: float, given: float | None) -> list[float]:
+    return [min(share * window, FURTHEST_ITERATIONS) for share in REACH_OF_WINDOW] if given is None else [given]

@@ -29,7 +29,7 @@ from cpsr.predictor.checkpoint_series import (
     window_start,
 )
 from cpsr.predictor.collectives import Ranks
-from cpsr.predictor.protocol import STALE_METHOD, Forecast, History, HistoryEntry, Target
+from cpsr.predictor.protocol import CAUTION_DEVIATIONS, STALE_METHOD, Forecast, History, HistoryEntry, Target
 from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
 __all__ = ["MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
@@ -37,8 +37,6 @@ __all__ = ["MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
 STATE_VERSION = 2
 # Names listed where operators keep their newest value; the count is always given.
 MAX_NAMES = 8
-# A setting's standard deviation counts against it: its expected end cost must be low and certain.
-CAUTION_DEVIATIONS = 1.0
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ class LinePredictor:
         self.ranks = Ranks()
         self._window_iterations = window_iterations
         self._gain = gain
-        self._direction: Direction = "line"
+        self._directions: tuple[Direction, ...] = ("line",)
 
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads the checkpoints in use, to leave out any that holds NaN or infinity.
@@ -205,7 +203,7 @@ class LinePredictor:
         paths = {} if no_line else self._path(history, plan.whole, positions)
         products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
         context = context_of(target, points[-1], TYPICAL_STRAIGHTNESS if no_line else straightness(products))
-        considered = candidates(context, windows, self._gain, self._direction)
+        considered = candidates(context, windows, self._gain, self._directions)
         considered = [one for one in considered if one != STALE or not self._always_moves]
         setting, expected = table().best(context, considered, CAUTION_DEVIATIONS)
         skip = expected.skip_iterations

@@ -76,7 +76,7 @@ class VITPPredictor(LinePredictor):
     Args:
         window_iterations: as in `LinePredictor`.
         gain: as in `LinePredictor`.
-        direction: whose direction is taken.
+        direction: whose direction is taken; None: whichever is expected to cost less.
     """
 
     name = "vitp"
@@ -86,10 +86,10 @@ class VITPPredictor(LinePredictor):
         window_iterations: int | None = None,
         gain: float | None = None,
         *,
-        direction: Direction = "line",
+        direction: Direction | None = None,
     ) -> None:
         super().__init__(window_iterations, gain)
-        self._direction = direction
+        self._directions = ("line", "vitp") if direction is None else (direction,)
         self._learns = True
         self._statistics = MotionStatistics()
         self._examples = Examples()
@@ -104,7 +104,7 @@ class VITPPredictor(LinePredictor):
     def follow_line(self) -> None:
         """Learn nothing, take over nothing that was learned, and use the line's direction; before its first use."""
         self._learns = False
-        self._direction = "line"
+        self._directions = ("line",)
 
     def learn(self, history: History) -> Iterator[None]:
         """Learn from the newest checkpoint: its products with those before it, then some training on all of them.

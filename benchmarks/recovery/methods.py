@@ -101,7 +101,7 @@ def target_of(trajectory: Trajectory, iteration: int, lost_share: float = 1.0) -
 def decide(failure: Failure) -> str:
     """Which of its ways the product takes in mode `auto`; the guard may still refuse a prediction."""
     _, _, forecast = _forecast(LinePredictor(), failure)
-    bound = forecast.expected_end_cost_iterations + forecast.expected_deviation_iterations
+    bound = forecast.bound_iterations
     if not forecast.feasible or bound >= failure.point.horizon:
         return RECOMPUTE
     return STALE if forecast.method == STALE else PREDICTED

@@ -9,18 +9,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 
 from cpsr.benchmarks.harness.files import read_json, write_json
 from cpsr.benchmarks.harness.measurement import Measurement, measuring
 from cpsr.benchmarks.harness.processes import Workers, default_workers
 from cpsr.benchmarks.recovery.end_cost import IterationWorth
-from cpsr.benchmarks.recovery.lost import LostPart, PartName, lost_part
+from cpsr.benchmarks.recovery.lost import PartName, lost_part
 from cpsr.benchmarks.recovery.methods import target_of
 from cpsr.benchmarks.recovery.prior_fit import Judged, Measured, fit, judge, measured_of
 from cpsr.benchmarks.recovery.run import train
 from cpsr.benchmarks.recovery.tasks import TASKS
-from cpsr.benchmarks.recovery.trainer import State
+from cpsr.benchmarks.recovery.trainer import State, Tensors
 from cpsr.benchmarks.recovery.trajectory import CachedHistory, Run, Trajectory
 from cpsr.benchmarks.recovery.workload import (
     ITERATIONS,
@@ -30,31 +31,36 @@ from cpsr.benchmarks.recovery.workload import (
     Workload,
     trained_with,
 )
-from cpsr.predictor.calibration import MOVE_TERMS, SKIP_TERMS, Table
-from cpsr.predictor.checkpoint_series import path_positions, reach_factor, straightness, window_start
-from cpsr.predictor.line import line_coefficients
+from cpsr.predictor.calibration import (
+    FURTHEST_ITERATIONS,
+    MIN_CHECKPOINTS,
+    MOVE_TERMS,
+    REACH_OF_WINDOW,
+    SKIP_TERMS,
+    WINDOW_SHARE_OF_AGE,
+    Table,
+)
+from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Target
-from cpsr.predictor.weight_pieces import combine, gram
+from cpsr.predictor.weight_pieces import gram
 
 __all__ = ["CACHE", "RUNS", "PriorRun", "collect", "main"]
 
 CACHE = Path("runs/bench-prior")
-DATA = Path("benchmarks/results/2026-11-24-prior")  # recoveries.jsonl, one failure a line, and worths.json
+DATA = Path("benchmarks/results/2026-11-29-prior")  # recoveries.jsonl, one failure a line, and worths.json
 SEED = 0  # of what is drawn
 # Of how failures are drawn and measured: raise it where that changes, and everything is measured anew.
-VERSION = 3
+VERSION = 4
 INTERVALS = (10, 20, 30, 50, 70, 100)
-FRACTIONS = (0.15, 0.92)
+FRACTIONS = (0.15, 0.95)
 HORIZON_SHARES = (0.4, 1.0)
-SETTINGS = 4  # of the line, drawn at each failure
 WINDOWS = (60, 100, 150, 200, 300)
-# How far the line is followed: from half the horizon to three horizons, or to 1.5 windows where that is more.
-SHORTEST_HORIZONS, LONGEST_HORIZONS, LONGEST_WINDOWS = 0.5, 3.0, 1.5
-LONGEST_ITERATIONS = 200  # what is longer than three horizons is no longer than this
-MIN_CHECKPOINTS = 3
+SHORTEST_REACH_OF_WINDOW = 0.1
+SETTINGS = 2  # of the line, drawn at each failure
+PREDICTED_EVERY = 4  # failures of a run at which a move is also made from the checkpoint: do the two add up?
 # Every so many failures of a run take one shard of the state; the rest take all of it.
 SHARD_EVERY = 4
-SHARDS: tuple[PartName, ...] = ("1/2", "1/4", "1/8")
+SHARDS: tuple[PartName, ...] = ("1/2", "1/4", "1/8", "1/16")
 # Checkpoints whose mutual products are kept with each failure.
 PRODUCTS_CHECKPOINTS = 20
 
@@ -78,22 +84,20 @@ class PriorRun:
         return Run(self.workload, self.seed, cache)
 
 
-# Task, optimizer, peak rate at which trainings with `cosine10` end best (as `cpsr bench tune` found it), schedules of
-# the runs, and how far their rates go from the best, in steps of 1.4. Most jobs are tuned roughly, and rather below the
-# best rate than above. A group's place decides the seeds of its runs: add others at the end. Muon takes four times as
-# long here.
-GROUPS: tuple[tuple[str, OptimizerName, float, tuple[Schedule, ...], tuple[int, ...]], ...] = (
-    ("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1)),
-    ("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0)),
-    ("gpt-0.1M-descriptions", "adamw", 3.842e-3, ("cosine10",), (-2, 0)),
-    ("gpt-0.1M", "muon", 1.476e-2, ("cosine10",), (0,)),
+# Task, optimizer, peak rate at which trainings with `cosine10` end best, schedules of the runs, how far their
+# rates go from the best, in steps of 1.4, and the seed of the first run. Most jobs are tuned roughly, and rather below
+# the best rate than above.
+GROUPS: tuple[tuple[str, OptimizerName, float, tuple[Schedule, ...], tuple[int, ...], int], ...] = (
+    ("gpt-0.1M", "adamw", 2.7e-3, ("cosine", "cosine10", "wsd"), (-4, -2, 0, 1), 100),
+    ("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0), 112),
+    ("gpt-0.1M-descriptions", "adamw", 3.842e-3, ("cosine10",), (-2, 0), 114),
+    ("gpt-0.1M", "muon", 1.476e-2, ("cosine10",), (0,), 116),
 )
 
 
 def _runs() -> Iterator[PriorRun]:
-    seeds = count(100)
-    for task, optimizer, best, schedules, steps in GROUPS:
-        group = trained_with(task, optimizer)
+    for task, optimizer, best, schedules, steps, first_seed in GROUPS:
+        group, seeds = trained_with(task, optimizer), count(first_seed)
         for schedule in schedules:
             for step in steps:
                 name, rate = f"prior-{group}-{schedule}{step:+d}", best * RATE_STEP**step
@@ -121,13 +125,19 @@ def main(
     data.mkdir(parents=True, exist_ok=True)
     with measuring("prior", json_path, place=data, timed=False) as call:
         if failures:
-            bar = call.progress.add_task("failures", total=failures * len(RUNS))
+            kept, known = _kept(data)
+            there = {(row["run"], row["index"]) for row in kept}
+            lacking = [
+                (run, index) for index in range(failures) for run in RUNS if (run.workload.name, index) not in there
+            ]
+            bar = call.progress.add_task("failures", total=len(lacking))
             with Workers(workers or default_workers()) as pool:
-                worths = train([run.in_cache(cache) for run in RUNS], pool, call.progress)
-                tick = lambda done: call.progress.update(bar, completed=done)  # noqa: E731 - one line says it
-                rows = collect(RUNS, failures, SETTINGS, cache, pool, tick)
-            _write(data, rows, worths)
-        measured = _read(data)
+                new = [run.in_cache(cache) for run in RUNS if run.workload.name not in known]
+                known |= train(new, pool, call.progress) if new else {}
+                rows = collect(lacking, cache, pool, lambda done: call.progress.update(bar, completed=done))
+            _write(data, [*kept, *rows], known)
+        rows, worth = _kept(data)
+        measured = measured_of(rows, worth, {run.workload.name: run.family for run in RUNS})
         table, judged = fit(measured, _source(measured)), judge(measured)
         _show(call, table, judged)
         if table_path is not None:
@@ -136,12 +146,14 @@ def main(
         call.leave({"held_out": [asdict(one) for one in judged], "table": dict(table.source)})
 
 
-def _read(data: Path) -> list[Measured]:
-    """What a call has left in its directory."""
+def _kept(data: Path) -> tuple[list[dict[str, Any]], dict[str, IterationWorth]]:
+    """What calls have left in the directory: a row a failure, and what an iteration of each run is worth."""
+    path = data / "recoveries.jsonl"
+    if not path.exists():
+        return [], {}
     worths = json.loads((data / "worths.json").read_text(encoding="utf-8"))
-    rows = map(json.loads, (data / "recoveries.jsonl").read_text(encoding="utf-8").splitlines())
-    families = {run.workload.name: run.family for run in RUNS}
-    return measured_of(rows, {name: IterationWorth(**worth) for name, worth in worths.items()}, families)
+    rows = list(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+    return rows, {name: IterationWorth(**worth) for name, worth in worths.items()}
 
 
 def _write(data: Path, rows: Sequence[Mapping[str, Any]], worths: Mapping[str, IterationWorth]) -> None:
@@ -170,19 +182,12 @@ def _show(call: Measurement, table: Table, judged: Sequence[Judged]) -> None:
     headings = ("term", "coefficient", "between families", "power of the lost share")
     call.table("Skip and move, in iterations", headings, rows)
     figures = [field.name for field in fields(Judged)][2:]
-    of_families = [(one.family, *(f"{getattr(one, name):.2f}" for name in figures)) for one in judged]
-    names = [name.replace("_", " ") for name in figures]
-    call.table("Each family by the table without it, in shares of u", ("family", *names), of_families)
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """One failure of a run to be measured, with so many settings beside going on from the checkpoint itself."""
-
-    run: PriorRun
-    index: int
-    settings: int
-    cache: Path
+    lines = [(one.family, str(one.failures), *(f"{getattr(one, name):.2f}" for name in figures)) for one in judged]
+    weights = numpy.array([one.horizon_iterations for one in judged])
+    pooled = numpy.array([[getattr(one, name) for one in judged] for name in figures]) @ weights / weights.sum()
+    lines.append(("all, by horizon", str(sum(one.failures for one in judged)), *(f"{value:.2f}" for value in pooled)))
+    columns = [name.replace("_", " ").replace(" iterations", "") for name in figures]
+    call.table("Each family by the table without it, in shares of u", ("family", "failures", *columns), lines)
 
 
 @dataclass(frozen=True)
@@ -195,28 +200,24 @@ class _Failure:
 
 
 def collect(
-    runs: Sequence[PriorRun],
-    failures: int,
-    settings: int,
+    lacking: Sequence[tuple[PriorRun, int]],
     cache: Path,
     workers: Workers,
     tick: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-    """Measure every failure of every run, or read what was measured before; one row a failure."""
-    asked = [_Asked(run, index, settings, cache) for index in range(failures) for run in runs]
-    return workers.each(_measured, asked, tick)
+    """Measure failures, each a run and its number, or read what was measured before; one row a failure."""
+    return workers.each(_measured, [(run, index, cache) for run, index in lacking], tick)
 
 
-def _measured(asked: _Asked) -> dict[str, Any]:
+def _measured(asked: tuple[PriorRun, int, Path]) -> dict[str, Any]:
     torch.set_num_threads(1)
-    run = asked.run
-    trajectory = run.in_cache(asked.cache).trajectory()
+    run, index, cache = asked
+    trajectory = run.in_cache(cache).trajectory()
     # The directory is that of this training alone: what was measured on another text or by another trainer is not read.
-    path = trajectory.directory / "drawn" / f"{asked.index:03d}-{asked.settings}-v{VERSION}.json"
+    path = trajectory.directory / "drawn" / f"{index:03d}-v{VERSION}.json"
     kept: dict[str, Any] | None = read_json(path)
     if kept is None:
-        name = run.workload.name
-        kept = {"run": name, "index": asked.index} | _measure(asked, trajectory)
+        kept = {"run": run.workload.name, "index": index} | _measure(run, index, trajectory)
         write_json(path, kept)
     return kept
 
@@ -231,43 +232,63 @@ def _draw_failure(run: PriorRun, draw: random.Random) -> _Failure:
             return _Failure(interval, checkpoint, checkpoint + horizon)
 
 
-def _lost(asked: _Asked, trajectory: Trajectory, at: _Failure, draw: random.Random) -> LostPart:
-    survived = trajectory.at(at.failure).state()
-    if asked.index % SHARD_EVERY < SHARD_EVERY - 1:
-        return lost_part("all", survived, 0)
-    return lost_part(draw.choice(SHARDS), survived, draw.randrange(8))
-
-
-def _measure(asked: _Asked, trajectory: Trajectory) -> dict[str, Any]:
-    draw = random.Random(f"{SEED} {asked.run.workload.name} {asked.index}")  # noqa: S311 - it is no secret
-    at = _draw_failure(asked.run, draw)
-    workload = asked.run.workload
-    checkpoint = trajectory.at(at.checkpoint).state()
-    lost = _lost(asked, trajectory, at, draw)
-    history = trajectory.history(at.checkpoint, at.interval)
-    target = target_of(trajectory, at.failure)
+def _measure(run: PriorRun, index: int, trajectory: Trajectory) -> dict[str, Any]:
+    draw = random.Random(f"{SEED} {run.workload.name} {index}")  # noqa: S311 - it is no secret
+    at, part = _draw_failure(run, draw), draw.choice(SHARDS)
+    checkpoint, exact = trajectory.at(at.checkpoint).state(), trajectory.at(at.failure).state()
+    whole = index % SHARD_EVERY < SHARD_EVERY - 1
+    lost = lost_part("all" if whole else part, exact, draw.randrange(16))
     stale = lost.complete(replace(checkpoint, iteration=at.failure))
     measured = [{"setting": None} | _recover(trajectory, stale)]
-    factors = _factors(history)
-    windows = [window for window in WINDOWS if window >= (MIN_CHECKPOINTS - 1) * at.interval]
-    for _ in range(asked.settings):
-        window = min(draw.choice(windows), at.checkpoint - at.interval)
-        horizon = at.failure - at.checkpoint
-        shortest = SHORTEST_HORIZONS * horizon
-        longest = max(LONGEST_HORIZONS * horizon, min(LONGEST_WINDOWS * window, LONGEST_ITERATIONS))
-        gain = float(shortest * (longest / shortest) ** draw.random()) / horizon
-        state = _line(history, target, checkpoint, window, gain, factors)
-        setting = {"window_iterations": window, "gain": gain}
-        measured.append({"setting": setting} | _recover(trajectory, lost.complete(state)))
+    history, target = trajectory.history(at.checkpoint, at.interval), target_of(trajectory, at.failure)
+    for number in range(SETTINGS):
+        setting = _draw_setting(at, draw)
+        moved = _moved(history, target, setting)
+        if moved is None:
+            continue
+        if whole:
+            alone = _recover(trajectory, _added(exact, moved))
+            measured.append({"setting": setting, "alone": True} | alone)
+        if number == 0 and index % PREDICTED_EVERY in (0, SHARD_EVERY - 1):
+            measured.append({"setting": setting} | _recover(trajectory, lost.complete(_added(stale, moved))))
     return {
         **asdict(at),
         "lost_share": round(lost.share, 6),
-        "iterations": workload.iterations,
-        "learning_rate": workload.learning_rate(at.checkpoint),
+        "iterations": run.workload.iterations,
+        "learning_rate": run.workload.learning_rate(at.checkpoint),
         "peak_learning_rate": target.peak_learning_rate,
         **_motion(history),
         "recoveries": measured,
     }
+
+
+def _draw_setting(at: _Failure, draw: random.Random) -> dict[str, Any]:
+    """A window and a reach that the product may take, the reach as a gain: over the horizon."""
+    widest = min(WINDOW_SHARE_OF_AGE * at.checkpoint, at.checkpoint - at.interval)
+    three = (MIN_CHECKPOINTS - 1) * at.interval
+    window = draw.choice([window for window in WINDOWS if three <= window <= widest] or [three])
+    furthest = min(REACH_OF_WINDOW[-1] * window, FURTHEST_ITERATIONS)
+    shortest = SHORTEST_REACH_OF_WINDOW * window
+    reach = shortest * (furthest / shortest) ** draw.random()
+    return {"window_iterations": window, "gain": reach / (at.failure - at.checkpoint)}
+
+
+def _moved(history: CachedHistory, target: Target, setting: Mapping[str, Any]) -> Tensors | None:
+    """How far the product would move the checkpoint's weights with this setting; None where it could not."""
+    predictor = LinePredictor(setting["window_iterations"], setting["gain"])
+    forecast = predictor.forecast(history, target)
+    if not forecast.feasible:
+        return None
+    newest = len(history.entries) - 1
+    moved = {name: torch.empty(history.numel(name)) for name in history.operators}
+    for name, begin, values in predictor.predict(history, forecast):
+        end = begin + values.numel()
+        moved[name][begin:end] = values - history.read(name, newest, begin, end)
+    return moved
+
+
+def _added(state: State, moved: Tensors) -> State:
+    return replace(state, weights={name: values + moved[name] for name, values in state.weights.items()})
 
 
 def _motion(history: CachedHistory) -> dict[str, Any]:
@@ -278,30 +299,6 @@ def _motion(history: CachedHistory) -> dict[str, Any]:
         "times": [history.entries[place].time for place in places],
         "products": [[round(value, 4) for value in row] for row in (products / products.diagonal().mean()).tolist()],
     }
-
-
-def _factors(history: CachedHistory) -> dict[str, float]:
-    """How far each operator follows the line, as the predictor decides it."""
-    positions = path_positions(history, range(len(history.entries)))
-    products = {name: gram(history, name, positions) for name in history.operators}
-    whole = straightness(torch.stack(list(products.values())).sum(0))
-    return {name: reach_factor(one, whole) for name, one in products.items()}
-
-
-def _line(
-    history: CachedHistory, target: Target, checkpoint: State, window: int, gain: float, factors: Mapping[str, float]
-) -> State:
-    """The line with these settings, also where the predictor would not go so far."""
-    start = window_start(history.entries, window)
-    times = [entry.time for entry in history.entries[start:]]
-    rows = {
-        name: (0.0,) * start + line_coefficients(times, target.time, gain * factor, base=0.0)
-        for name, factor in factors.items()
-    }
-    weights = {name: torch.empty_like(values) for name, values in checkpoint.weights.items()}
-    for name, begin, values in combine(history, rows):
-        weights[name][begin : begin + values.numel()] = values
-    return replace(checkpoint, iteration=target.iteration, weights=weights)
 
 
 def _recover(trajectory: Trajectory, state: State) -> dict[str, Any]:

@@ -22,14 +22,15 @@ from cpsr.predictor.calibration import (
 )
 from cpsr.predictor.protocol import HistoryEntry, Target
 
-CONTEXT = Context(horizon_iterations=42, age_iterations=1500, learning_rate_ratio=0.5)
+CONTEXT = Context(horizon_iterations=42, age_iterations=1500, learning_rate_ratio=1.0)
+DECAYED = replace(CONTEXT, learning_rate_ratio=0.5)
 SETTING = Setting(window_iterations=300, reach_iterations=120)
 
 
 def small_table(turning_deviation: float = 0.0) -> Table:
-    """A skip costs what is skipped, and following the line is expected to save half of the reach."""
+    """A skip costs what is skipped at the full rate, and following the line is expected to save half of the reach."""
     skip, move = numpy.zeros(len(SKIP_TERMS)), numpy.zeros(len(MOVE_TERMS))
-    skip[SKIP_TERMS.index("u")], move[MOVE_TERMS.index("reach")] = 1.0, -0.5
+    skip[SKIP_TERMS.index("u * rate")], move[MOVE_TERMS.index("reach")] = 1.0, -0.5
     covariance = numpy.zeros((len(move), len(move)))
     turning = MOVE_TERMS.index("reach * (reach + window) / age")
     covariance[turning, turning] = turning_deviation**2
@@ -60,6 +61,13 @@ def test_the_lowest_expectation_among_the_safe_settings_is_chosen() -> None:
     assert prior.best(young, [STALE, near, far, reckless], 1.0)[0] == far
 
 
+def test_the_network_is_followed_where_the_rate_has_decayed() -> None:
+    late = replace(CONTEXT, learning_rate_ratio=0.1)
+    both = candidates(late, [300], directions=("line", "vitp"))
+    assert table().best(late, both, 0.5)[0].direction == "vitp"
+    assert {one.direction for one in candidates(late, [300])} == {"line"}
+
+
 def test_the_table_is_read_as_it_was_written() -> None:
     written = table().to_json()
     assert Table.from_json(written).to_json() == written
@@ -74,7 +82,7 @@ def test_the_shipped_table_is_usable() -> None:
         assert numpy.linalg.eigvalsh(curve.covariance).min() > 0.0
         assert 1.0 <= curve.lost_exponent <= 3.0
     assert shipped.source["score"] == "end cost"
-    assert 0.5 * 42 < shipped.expected(CONTEXT, STALE).end_cost_iterations < 1.5 * 42
+    assert 0.5 * 42 < shipped.expected(DECAYED, STALE).end_cost_iterations < 1.5 * 42
     late = replace(CONTEXT, learning_rate_ratio=0.1)
     assert shipped.expected(late, STALE).bound(1.0) < 42, "late in a cosine a skip costs less than recomputing"
 
