@@ -215,6 +215,8 @@ def _was_predicted(recovery: RecoveryRow) -> bool:
 
 
 def _share(recovery: RecoveryRow) -> float | None:
-    """Share of the state that was lost, as the choice of the state has recorded it."""
+    """Share of the state that was lost, as the choice of the state has recorded it; all may be moved back at c."""
+    if recovery.beginning.predicted and recovery.restored_iteration == recovery.checkpoint_iteration:
+        return None
     share = recovery.settings.get("lost_share")
     return None if share is None else float(share)

@@ -98,6 +98,23 @@ def test_a_restart_that_found_a_prediction_too_dear_is_none_that_was_kept(journa
     assert fitted(journal).outcomes == {"kept": 1, "vetoed": 1}
 
 
+def test_the_mean_share_counts_one_whole_failure_in_advance_and_no_checkpoint_that_was_moved(journal: Journal) -> None:
+    for number, (method, restored, share) in enumerate([("line", 90, 0.25), ("exact", 50, 0.25), ("line", 50, 1.0)]):
+        journal.record(
+            RecoveryRow(
+                id=str(number),
+                life=number,
+                failure_iteration=90,
+                checkpoint_iteration=50,
+                restored_iteration=restored,
+                method=method,
+                requested_mode="auto",
+                settings={"method": "line", "lost_share": share},
+            )
+        )
+    assert fitted(journal).lost_share == pytest.approx((1.0 + 0.25 + 0.25) / 3)
+
+
 def test_what_cannot_be_fitted_is_left_out(journal: Journal) -> None:
     journal.record(*[step(1, None), step(2, float("nan")), step(3, -1.0), step(4, 2.0)])
     assert journal.flush(20.0)
