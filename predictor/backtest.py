@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.network import squared_norms, undisturbed
+from cpsr.predictor.network import inner, undisturbed
 from cpsr.predictor.protocol import HistoryEntry, Target
 from cpsr.predictor.statistics import OperatorMotion
 
@@ -25,13 +25,8 @@ HORIZON_ITERATIONS = 100
 OPERATORS_MAX = 16
 
 
-class LearnedHistory:
-    """The oldest of the snapshots that were learned, as a history of which products alone are known.
-
-    Args:
-        motions: of the operators.
-        count: snapshots, of the oldest ones.
-    """
+class _LearnedHistory:
+    """The oldest `count` of the snapshots that were learned, as a history without weights: products are known."""
 
     def __init__(self, motions: Mapping[str, OperatorMotion], count: int) -> None:
         self._motions = motions
@@ -39,15 +34,12 @@ class LearnedHistory:
         self.entries: Sequence[HistoryEntry] = next(iter(motions.values())).points[:count]
 
     def numel(self, operator: str) -> int:
-        """Elements of the operator's slice."""
         return self._motions[operator].numel
 
     def taken_at(self, operator: str, entry: int) -> int:
-        """The entry's own iteration: only whole snapshots are learned."""
-        return self.entries[entry].iteration
+        return self.entries[entry].iteration  # only whole snapshots are learned
 
     def read(self, operator: str, entry: int, start: int, stop: int) -> torch.Tensor:
-        """Never called by a predictor that has learned these snapshots."""
         raise NotImplementedError(f"the weights of {operator} are not kept")
 
 
@@ -79,11 +71,11 @@ def _mean_square_error(
     predictor: LinePredictor, motions: Mapping[str, OperatorMotion], count: int, target: Target
 ) -> float:
     """Over all weights, of predicting the newest snapshot from the oldest `count`."""
-    forecast = predictor.forecast(LearnedHistory(motions, count), target)
+    forecast = predictor.forecast(_LearnedHistory(motions, count), target)
     size = len(next(iter(motions.values())).points)
     rows = torch.zeros(len(motions), size, dtype=torch.float64, device="cpu")
     rows[:, :count] = torch.tensor([forecast.coefficients[name] for name in motions], dtype=torch.float64, device="cpu")
     rows[:, -1] -= 1.0
     with undisturbed(), torch.no_grad():
-        squared = squared_norms(rows, torch.stack([motion.products for motion in motions.values()]))
+        squared = inner(rows, torch.stack([motion.products for motion in motions.values()]), rows)
     return float(squared.sum()) / sum(motion.numel for motion in motions.values())

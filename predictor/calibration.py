@@ -211,6 +211,15 @@ class Table:
             content[name] = {"terms": list(terms), **numbers, "lost_exponent": curve.lost_exponent}
         return json.dumps(content, indent=1) + "\n"
 
+    def takes(self, direction: Direction) -> bool:
+        """Whether that direction is expected to cost less than the line's, at the peak rate or late in a training."""
+        late, peak = (Context(50.0, 1000.0, rate) for rate in (0.0, 1.0))
+        straight, other = Setting(200.0, 100.0), Setting(200.0, 100.0, direction)
+        return any(
+            self.expected(context, other).move_iterations < self.expected(context, straight).move_iterations
+            for context in (late, peak)
+        )
+
     def expected(self, context: Context, setting: Setting) -> Expected:
         """The cost of a setting."""
         skip, skip_variance = self.skip.cost(skip_terms(context), context.lost_share)

@@ -78,11 +78,10 @@ def too_few(entries: Sequence[HistoryEntry], needed: int) -> str | None:
     """Why `entries` (usable ones) do not suffice; None where there are `needed` of them."""
     if len(entries) >= needed:
         return None
-    if len(entries) == 0:
+    if not entries:
         return "there is no usable checkpoint to predict from"
-    if len(entries) == 1:
-        return f"a prediction needs {needed} usable checkpoints, and there is one"
-    return f"a prediction needs {needed} usable checkpoints, and there are {len(entries)}"
+    found = "is one" if len(entries) == 1 else f"are {len(entries)}"
+    return f"a prediction needs {needed} usable checkpoints, and there {found}"
 
 
 def too_far(target: Target, fitted: Sequence[HistoryEntry]) -> str | None:

@@ -28,8 +28,7 @@ from cpsr.predictor.checkpoint_series import (
     too_few,
     window_start,
 )
-from cpsr.predictor.collectives import Ranks
-from cpsr.predictor.protocol import CAUTION_DEVIATIONS, STALE_METHOD, Forecast, History, HistoryEntry, Target
+from cpsr.predictor.protocol import CAUTION_DEVIATIONS, STALE_METHOD, Forecast, History, HistoryEntry, Ranks, Target
 from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
 __all__ = ["MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
@@ -84,7 +83,7 @@ class Plan:
 
 
 class LinePredictor:
-    """Least-squares line of each operator on the cumulative-learning-rate axis (a `StatePredictor`).
+    """Least-squares line of each operator on the cumulative-learning-rate axis.
 
     Predicts `x_c + factor * slope * reach`. The factor is the operator's: as much as its own path is straighter than
     the model's, 0 to 2. Window and reach are those of the lowest expected end cost, by the offline table; where even
@@ -106,8 +105,7 @@ class LinePredictor:
     """
 
     name = "line"
-    _base = 0.0  # 1: from the line's own value at the checkpoint, a control of the benchmarks
-    _always_moves = False  # True: going on from the checkpoint's weights is no setting, likewise
+    _always_moves = False  # True, in the benchmarks: going on from the checkpoint's weights is no setting
 
     def __init__(
         self,
@@ -117,7 +115,7 @@ class LinePredictor:
         self.ranks = Ranks()
         self._window_iterations = window_iterations
         self._gain = gain
-        self._directions: tuple[Direction, ...] = ("line",)
+        self._directions: Sequence[Direction] = ("line",)
 
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads the checkpoints in use, to leave out any that holds NaN or infinity.
@@ -142,11 +140,16 @@ class LinePredictor:
         return combine(history, forecast.coefficients)
 
     def learn(self, history: History) -> Iterator[None]:
-        """Nothing to learn: coefficients follow from the times alone."""
+        """Learn from the newest checkpoint of the history, in slices; here nothing.
+
+        Every `next` does one bounded piece of work, whatever the model's size. The caller may pause it for any time,
+        or abandon it. Attributes are replaced, never changed in place, and after each `next` they belong together:
+        until the checkpoint is taken in there is no change, and what comes after that may be left out.
+        """
         return iter(())
 
     def state_dict(self) -> dict[str, Any]:
-        """Which predictor it is: the line has learned nothing."""
+        """What was learned, as plain data: it commits with every checkpoint. Here which predictor it is."""
         return {"predictor": self.name, "version": STATE_VERSION}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -229,13 +232,13 @@ class LinePredictor:
             return replace(plan, window=plan.usable[-1:], row=(1.0,), read=read, settings=settings)
         window = plan.usable[window_start(points, int(setting.window_iterations)) :]
         times = [history.entries[position].time for position in window]
-        factors = self._reach_factors(paths, context.straightness)
+        factors = {operator: reach_factor(path, context.straightness) for operator, path in paths.items()}
         ordered = sorted(factors.values()) or [1.0]
         lost = bool(history.operators) and not plan.whole
         return replace(
             plan,
             window=window,
-            row=line_coefficients(times, times[-1] + reach, 1.0, self._base),
+            row=line_coefficients(times, reach),
             factors=factors,
             read=tuple(sorted({*window, *damaged_path})),
             obstacle="no operator here was saved in every checkpoint that could be predicted from" if lost else None,
@@ -247,12 +250,17 @@ class LinePredictor:
         return path_positions(history, usable)
 
     def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Products `(2, 2)` of each operator's displacements over the two halves of the recent path."""
-        return {operator: gram(history, operator, positions) for operator in operators}
+        """Products `(2, 2)` of each operator's displacements over the two halves of the recent path, of all ranks."""
+        own = {
+            operator: self._products(history, operator, positions) * self.ranks.portion(operator)
+            for operator in filter(self.ranks.is_mine, operators)
+        }
+        summed = self.ranks.reduce(own)
+        return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
 
-    def _reach_factors(self, paths: Mapping[str, torch.Tensor], whole: float) -> dict[str, float]:
-        """How far each operator follows the line, over the model's reach; `whole` is the model's straightness."""
-        return {operator: reach_factor(path, whole) for operator, path in paths.items()}
+    def _products(self, history: History, operator: str, positions: Sequence[int]) -> torch.Tensor:
+        """Gram matrix between these entries, of this rank's slice."""
+        return gram(history, operator, positions)
 
     def _damaged(self, history: History, plan: Plan, checked: set[tuple[str, int]]) -> list[int]:
         """Positions of entries that are read and that hold NaN or infinity; `checked` grows."""
@@ -268,8 +276,8 @@ class LinePredictor:
         return sorted(damaged)
 
     def _must_read(self, history: History, operator: str, position: int) -> bool:
-        """Whether this rank has to find out if these weights are finite."""
-        return True
+        """Whether this rank has to find out if these weights are finite: `agree` informs all of what others find."""
+        return self.ranks.is_mine(operator)
 
     def _report(self, history: History, target: Target, plan: Plan) -> Forecast:
         entries, usable = history.entries, plan.usable
@@ -357,27 +365,23 @@ def _window_obstacle(points: Sequence[HistoryEntry], window: int, target: Target
     return too_far(target, fitted) or still
 
 
-def line_coefficients(times: Sequence[float], target_time: float, gain: float, base: float) -> tuple[float, ...]:
-    """Coefficients of `x_n + base * (line(n) - x_n) + gain * slope * (target_time - t_n)` over the snapshots.
+def line_coefficients(times: Sequence[float], reach: float) -> tuple[float, ...]:
+    """Coefficients of `x_n + reach * slope` over the snapshots, n the newest.
 
-    Let m be the mean time, `S = sum (t_k - m)^2`, and n the newest. The slope is `sum_k (t_k - m)/S * x_k`. The line's
-    value at n is `sum_k (1/K + (t_n - m)(t_k - m)/S) * x_k`. The newest coefficient is positive.
+    Let m be the mean time and `S = sum (t_k - m)^2`. The slope is `sum_k (t_k - m)/S * x_k`. The newest coefficient is
+    positive.
 
     Args:
         times: ascending, not all equal; at least 2.
-        target_time: not before the newest.
-        gain: factor on the displacement, 0 or larger.
-        base: 0 for the newest snapshot, 1 for the line's value there.
+        reach: in the unit of the times, 0 or larger.
 
     Returns:
         One float per time; they sum to 1 to rounding.
 
-    >>> line_coefficients([0.0, 1.0], 2.0, gain=1.0, base=0.0)
+    >>> line_coefficients([0.0, 1.0], 1.0)
     (-1.0, 2.0)
     """
-    count = len(times)
-    mean = math.fsum(times) / count
+    mean = math.fsum(times) / len(times)
     scatter = math.fsum((time - mean) ** 2 for time in times)
-    reach = base * (times[-1] - mean) + gain * (target_time - times[-1])
-    row = [base / count + reach * ((time - mean) / scatter) for time in times[:-1]]
+    row = [reach * ((time - mean) / scatter) for time in times[:-1]]
     return (*row, 1.0 - math.fsum(row))

@@ -24,18 +24,15 @@ from cpsr.predictor.protocol import HistoryEntry
 from cpsr.predictor.statistics import MAX_SNAPSHOTS
 
 __all__ = [
+    "DIMENSION",
     "MIN_SNAPSHOTS",
     "PARAMETERS",
-    "TINY",
-    "WEIGHTS",
+    "SHAPES",
     "Geometry",
-    "coefficients",
     "corrections",
     "cosines",
-    "initial_parameters",
-    "named",
+    "inner",
     "pretrained_parameters",
-    "squared_norms",
     "undisturbed",
 ]
 
@@ -84,7 +81,6 @@ def _shapes() -> dict[str, tuple[int, ...]]:
 
 SHAPES = _shapes()
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
-"""Length of the flat vector that holds all weights of the network."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +105,15 @@ class Geometry:
         """Of snapshots at strictly ascending times, asked for the direction at `time`, after the newest."""
         times = numpy.array([point.time for point in points])
         rates = numpy.array([point.learning_rate for point in points])
-        span, count = times[-1] - times[0], len(points)
-        line = numpy.array(line_coefficients(times.tolist(), times[-1] + span, gain=1.0, base=0.0))
+        span, count, split = times[-1] - times[0], len(points), bands(times.tolist())
+        line = numpy.array(line_coefficients(times.tolist(), span))
         line[-1] -= 1.0
         gaps = numpy.diff(times, prepend=times[0]) * (count - 1) / span
         largest = rates.max()
         scalars = numpy.stack([(times - times[-1]) / span, rates / largest if largest > 0 else rates, gaps], axis=1)
         return Geometry(
             _float32(line / numpy.linalg.norm(line)),
-            _float32(bands(times.tolist()).denoised),
+            _float32(split.low + split.mid),
             _float32(scalars),
             float((time - times[-1]) / span),
         )
@@ -133,34 +129,12 @@ def undisturbed() -> Iterator[None]:
         yield
 
 
-def initial_parameters(generator: torch.Generator) -> torch.Tensor:
-    """Weights of an untrained network, `(PARAMETERS,)` float32: its directions are exactly the line's."""
-    pieces = []
-    for name, shape in SHAPES.items():
-        piece = torch.zeros(shape, dtype=torch.float32, device="cpu")
-        if "norm" in name:
-            piece[0] = 1.0
-        elif not name.endswith("bias") and name != "head.weight":
-            piece = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu") / math.sqrt(shape[-1])
-        pieces.append(piece.flatten())
-    return torch.cat(pieces)
-
-
 @functools.cache
 def pretrained_parameters() -> torch.Tensor:
-    """Weights from the file beside this module, `(PARAMETERS,)` float32; read once, and never to be changed in place.
-
-    Raises:
-        ValueError: the file holds the weights of another network.
-    """
+    """Weights from the file beside this module, `(PARAMETERS,)` float32; never to be changed in place."""
     values = load(resources.files(__package__).joinpath(WEIGHTS).read_bytes())["parameters"]
-    if values.shape != (PARAMETERS,) or values.dtype != numpy.float32:
-        raise ValueError(
-            f"{WEIGHTS} holds {values.size} weights of type {values.dtype}, this network has {PARAMETERS} of float32; "
-            "install cpsr anew, or pretrain again: cpsr bench network --weights PATH"
-        )
     with undisturbed():
-        return torch.from_numpy(values.copy())
+        return torch.from_numpy(values.copy()).view(PARAMETERS)
 
 
 def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
@@ -174,22 +148,12 @@ def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Te
     Returns:
         `(B, K)` float32: rows over the snapshots that sum to 0, in the low and mid band, against `geometry.line`.
     """
-    answers = coefficients(named(parameters), geometry, products)
+    weights = _named(parameters)
+    answers = _transformed(weights, _tokens(weights, geometry, products))
     return (answers - answers.mean(dim=1, keepdim=True)) @ geometry.denoised
 
 
-def coefficients(weights: Mapping[str, torch.Tensor], geometry: Geometry, products: torch.Tensor) -> torch.Tensor:
-    """The network's answers before the bands, `(B, K)`: `corrections` are these less their mean, denoised.
-
-    Args:
-        weights: `named` ones.
-        geometry: as in `corrections`.
-        products: likewise.
-    """
-    return _transformed(weights, _tokens(weights, geometry, products))
-
-
-def named(parameters: torch.Tensor) -> dict[str, torch.Tensor]:
+def _named(parameters: torch.Tensor) -> dict[str, torch.Tensor]:
     """Views of the flat vector's parts, by name, in its order."""
     pieces = torch.split(parameters, [math.prod(shape) for shape in SHAPES.values()])
     return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
@@ -206,17 +170,13 @@ def cosines(rows: torch.Tensor, others: torch.Tensor, products: torch.Tensor) ->
     Returns:
         `(B,)`; 0 where one of the two displacements vanishes.
     """
-    inner = _inner(rows, products, others)
-    scale = _inner(rows, products, rows).clamp_min(TINY) * _inner(others, products, others).clamp_min(TINY)
-    return inner / scale.sqrt()
+    between = inner(rows, products, others)
+    scale = inner(rows, products, rows).clamp_min(TINY) * inner(others, products, others).clamp_min(TINY)
+    return between / scale.sqrt()
 
 
-def squared_norms(rows: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
-    """Squared norms of the displacements `rows`, `(B, K)` or `(K,)`; `products` as in `cosines`. Returns `(B,)`."""
-    return _inner(rows, products, rows)
-
-
-def _inner(rows: torch.Tensor, products: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+def inner(rows: torch.Tensor, products: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+    """Inner products of the displacements `rows` and `others`; arguments as in `cosines`. Returns `(B,)`."""
     # A row over the snapshots that sums to 0 is one over the differences: minus its partial sums.
     first, second = -rows.cumsum(dim=-1)[..., :-1], -others.cumsum(dim=-1)[..., :-1]
     return (first.unsqueeze(-2) @ products @ second.unsqueeze(-1)).reshape(len(products))

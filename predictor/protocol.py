@@ -1,12 +1,12 @@
-"""The two interfaces of prediction: the history that is read, and the predictor that reads it."""
+"""What prediction is about: the history, the failure, how the state is formed, and the ranks that agree on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CAUTION_DEVIATIONS", "STALE_METHOD", "Forecast", "History", "HistoryEntry", "StatePredictor", "Target"]
+__all__ = ["CAUTION_DEVIATIONS", "STALE_METHOD", "Forecast", "History", "HistoryEntry", "Ranks", "Target"]
 
 STALE_METHOD = "stale"
 """Method of a forecast that moves nothing: the checkpoint's weights, at the failure."""
@@ -113,35 +113,31 @@ class Forecast:
         return self.expected_end_cost_iterations + CAUTION_DEVIATIONS * self.expected_deviation_iterations
 
 
-class StatePredictor(Protocol):
-    """Predicts the weights at a failure step from the history before it."""
+class Ranks:
+    """A single rank; `cpsr.learning.exchange.Exchange` is one of several. Every rank calls each equally often.
 
-    name: str
+    Attributes:
+        trains: whether this rank trains the network.
+    """
 
-    def forecast(self, history: History, target: Target) -> Forecast:
-        """Decide how to predict; reads no weights or few.
+    trains = True
 
-        Raises:
-            ValueError: the target lies before the newest entry.
-        """
+    def agree(self, entries: Sequence[int]) -> Sequence[int]:
+        """History entries that any rank must leave out, for those of this rank, so that all predict from the same."""
+        return entries
 
-    def predict(self, history: History, forecast: Forecast) -> Iterator[tuple[str, int, torch.Tensor]]:
-        """Stream the predicted weights as `(operator, start, values)` pieces, `values` 1-D float32."""
+    def reduce(self, products: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Sums of float64 matrices by operator over the ranks that give one."""
+        return dict(products)
 
-    def learn(self, history: History) -> Iterator[None]:
-        """Learn from the newest checkpoint of the history, in slices.
+    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
+        return shared
 
-        Every `next` does one bounded piece of work, whatever the model's size. The caller may pause it for any time,
-        or abandon it. Attributes are replaced, never changed in place, and after each `next` they belong together:
-        until the checkpoint is taken in there is no change, and what comes after that may be left out.
-        """
+    def is_mine(self, operator: str) -> bool:
+        """Whether this rank learns from an operator; a replicated one has one rank that does."""
+        return True
 
-    def state_dict(self) -> dict[str, Any]:
-        """The learned state as plain data; it commits with every checkpoint and survives the failure."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the `state_dict()` of an earlier life of the run.
-
-        Raises:
-            ValueError: the state was written by another predictor or a newer version.
-        """
+    def portion(self, operator: str) -> float:
+        """Factor of this rank's products in their sum, less than 1 where other ranks own the same elements, too."""
+        return 1.0

@@ -11,7 +11,7 @@ import torch
 from cpsr.predictor.protocol import History, HistoryEntry
 from cpsr.predictor.weight_pieces import BLOCK_ELEMENTS, add_products, all_finite, read_piece
 
-__all__ = ["MAX_SNAPSHOTS", "MotionStatistics", "OperatorMotion", "merged", "square", "triangle"]
+__all__ = ["MAX_SNAPSHOTS", "MotionStatistics", "OperatorMotion", "merged"]
 
 # 380 iterations at an interval of 20, of a history of some 400; a forecast over more reads the weights again. At 300
 # operators these are 0.46 MB in every checkpoint.
@@ -137,23 +137,26 @@ class MotionStatistics:
         """The statistics, as plain data and one tensor; all operators have the same snapshots."""
         nothing = torch.empty(0, dtype=torch.float64, device="cpu")  # torch.cat refuses an empty list
         points = next((motion.points for motion in self.operators.values()), ())
+        upper = _upper_half(points)
         return {
             "seen": list(self.seen),
             "left_out": list(self.left_out),
             "points": [[point.iteration, point.time, point.learning_rate] for point in points],
             "operators": {name: motion.numel for name, motion in self.operators.items()},
-            "products": torch.cat([nothing, *(triangle(motion.products) for motion in self.operators.values())]),
+            "products": torch.cat([nothing, *(motion.products[upper] for motion in self.operators.values())]),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what `state_dict()` returned."""
         points, operators = tuple(HistoryEntry(*numbers) for numbers in state["points"]), state["operators"]
-        size = max(len(points) - 1, 0)
-        products = square(state["products"].reshape(len(operators), size * (size + 1) // 2), size)
-        self.operators = {
-            name: OperatorMotion(numel, points, one.clone())
-            for (name, numel), one in zip(operators.items(), products, strict=True)
-        }
+        rows, columns = _upper_half(points)
+        halves = state["products"].reshape(len(operators), len(rows))
+        loaded: dict[str, OperatorMotion] = {}
+        for half, (name, numel) in zip(halves, operators.items(), strict=True):
+            products = torch.zeros(len(points) - 1, len(points) - 1, dtype=torch.float64, device="cpu")
+            products[rows, columns] = products[columns, rows] = half
+            loaded[name] = OperatorMotion(numel, points, products)
+        self.operators = loaded
         self.seen, self.left_out = tuple(state["seen"]), tuple(state["left_out"])
 
     def _extended(
@@ -198,16 +201,8 @@ def _finite(history: History, names: Sequence[str], position: int) -> Generator[
     return True
 
 
-def triangle(products: torch.Tensor) -> torch.Tensor:
-    """The upper halves of symmetric matrices `(..., n, n)`, as `(..., n (n + 1) / 2)`."""
-    rows, columns = torch.triu_indices(products.shape[-1], products.shape[-1], device="cpu")
-    return products[..., rows, columns]
-
-
-def square(halves: torch.Tensor, size: int) -> torch.Tensor:
-    """The symmetric matrices of this size that `triangle` took the halves of."""
+def _upper_half(points: Sequence[HistoryEntry]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the upper half of a Gram matrix between these snapshots."""
+    size = max(len(points) - 1, 0)
     rows, columns = torch.triu_indices(size, size, device="cpu")
-    matrices = torch.zeros(*halves.shape[:-1], size, size, dtype=halves.dtype, device="cpu")
-    matrices[..., rows, columns] = halves
-    matrices[..., columns, rows] = halves
-    return matrices
+    return rows, columns

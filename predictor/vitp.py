@@ -8,14 +8,20 @@ from typing import Any
 import torch
 
 from cpsr.predictor.backtest import backtests
-from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction
+from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction, table
 from cpsr.predictor.checkpoint_series import distinct_times, path_positions
-from cpsr.predictor.collectives import Ranks
-from cpsr.predictor.line import MAX_NAMES, LinePredictor, Plan
-from cpsr.predictor.network import MIN_SNAPSHOTS, Geometry, corrections, squared_norms, undisturbed
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Target
-from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, OperatorMotion, merged
-from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Examples, Head, windows
+from cpsr.predictor.line import LinePredictor, Plan
+from cpsr.predictor.network import (
+    MIN_SNAPSHOTS,
+    Geometry,
+    corrections,
+    inner,
+    pretrained_parameters,
+    undisturbed,
+)
+from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Ranks, Target
+from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, merged
+from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head, windows
 from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS, gram
 
 __all__ = ["VITPPredictor", "host_memory_bytes", "without_slices"]
@@ -32,8 +38,8 @@ SHORTEST = 0.1
 # Kept by libraries after first use: threads' heaps, workspaces of matrix products, autograd's own. A few MB for
 # small tensors; with the tensors of a model of 350 million weights all of it took 79.5 MB.
 LIBRARY_BYTES = 40_000_000
-# The head, its copy, the examples, the largest batch of operators forward and backward, and 16 bytes for each weight
-# of a slice of learning.
+# The network's weights and their update, the largest batch of operators forward and backward, and 16 bytes for each
+# weight of a slice of learning.
 LEARNING_BYTES = 33_000_000
 # Of predicting: six float32 pieces of CHUNK_ELEMENTS, in those who predict and in those who consume it.
 CHUNK_BYTES = 6 * 4 * CHUNK_ELEMENTS
@@ -60,13 +66,13 @@ def host_memory_bytes(operators: int, checkpoints: int, *, learns: bool) -> int:
 
 
 class VITPPredictor(LinePredictor):
-    """The line with a learned direction for each operator (a `StatePredictor`).
+    """The line with a learned direction for each operator.
 
-    What the line adds to the checkpoint, gain times slope times time, keeps its length and is turned: by a row over the
+    What the line adds to the checkpoint, slope times reach, keeps its length and is turned: by a row over the
     operator's snapshots that a small network chooses from the Gram matrix of their differences. The network was
-    pretrained on other runs to point to where the weights moved later. It is trained further on the run's own past, as
-    checkpoints arrive (`learn`); scale and window are not learned here. Fewer than four snapshots, an operator that
-    never moved, and products that are not finite leave the line's row.
+    pretrained on other runs to point to where the weights moved later. The prior table says whether it is asked. If it
+    may be, it is trained further on the run's own past, as checkpoints arrive (`learn`). Fewer than four snapshots, an
+    operator that never moved, and products that are not finite leave the line's row.
 
     Where ranks hold the same operators, each learns from its share of them (`Ranks.is_mine`), and rank 0 trains the
     network on its own share. A forecast sums the products of all ranks. A rank that lags reads what it lacks anew.
@@ -76,7 +82,10 @@ class VITPPredictor(LinePredictor):
     Args:
         window_iterations: as in `LinePredictor`.
         gain: as in `LinePredictor`.
-        direction: whose direction is taken; None: whichever is expected to cost less.
+        direction: of the displacement; None: by expected cost.
+
+    Attributes:
+        learns: False after `follow_line`.
     """
 
     name = "vitp"
@@ -89,28 +98,24 @@ class VITPPredictor(LinePredictor):
         direction: Direction | None = None,
     ) -> None:
         super().__init__(window_iterations, gain)
-        self._directions = ("line", "vitp") if direction is None else (direction,)
-        self._learns = True
+        self._directions: Sequence[Direction] = ("line", "vitp") if direction is None else (direction,)
+        self.learns = True
         self._statistics = MotionStatistics()
-        self._examples = Examples()
-        self._head = Head()
+        self._head = Head.of(pretrained_parameters())
         self._accuracy: list[dict[str, Any]] = []
         self._checkpoints = 0
-        self._trained_iteration = -1  # newest checkpoint used in training
-        # Of the head that the running forecast asks, and the checkpoints that it counts as learned: rank 0's.
-        self._updates = 0
-        self._seen: frozenset[int] = frozenset()
+        self._seen: frozenset[int] = frozenset()  # checkpoints that the running forecast counts as learned: rank 0's
 
     def follow_line(self) -> None:
         """Learn nothing, take over nothing that was learned, and use the line's direction; before its first use."""
-        self._learns = False
+        self.learns = False
         self._directions = ("line",)
 
     def learn(self, history: History) -> Iterator[None]:
-        """Learn from the newest checkpoint: its products with those before it, then some training on all of them.
+        """Learn from the newest checkpoint: its products with those before it, a backtest, and some training.
 
-        Every `next` reads at most half a million weights or makes half an update of the network: a millisecond or two.
-        What was taken in counts as soon as its products are complete, and each update once it is: abandoned later, a
+        Every `next` reads at most half a million weights or makes an update of the network: a few milliseconds. What
+        was taken in counts as soon as its products are complete, and each update once it is: abandoned later, a
         checkpoint lacks the rest of its training alone, which is not made up for. The same checkpoints, processed one
         by one and to the end, always give the same result; torch's global random state and its threads are left alone.
 
@@ -125,8 +130,20 @@ class VITPPredictor(LinePredictor):
             return
         self._checkpoints += len(set(statistics.seen) - before)
         yield
-        if newest > self._trained_iteration:
-            yield from self._train(newest, statistics.operators)
+        alone = copy.copy(self)
+        alone.ranks, alone._gain = Ranks(), 1.0
+        found = list[dict[str, Any]]()
+        for one in backtests(alone, statistics.operators):
+            found.append({"iteration": newest, "checkpoints": self._checkpoints, **one})
+            yield
+        self._accuracy = [*self._accuracy, *found][-MAX_ACCURACIES:]
+        taken = (yield from windows(statistics.operators)) if self._may_turn() else None
+        if taken is None:
+            return
+        generator = torch.Generator(device="cpu").manual_seed(newest)
+        for _ in range(STEPS_PER_CHECKPOINT):
+            yield
+            self._head = self._head.trained(taken, generator)
 
     def accuracy(self) -> list[dict[str, Any]]:
         """How far off predictions of the recent checkpoints were, oldest first, before the network learned from each.
@@ -141,35 +158,38 @@ class VITPPredictor(LinePredictor):
     def forecast(self, history: History, target: Target) -> Forecast:
         """Decide the coefficients; reads those of the checkpoints in use that it has not learned from.
 
-        The forecast's `method` is `vitp` where the network turned any operator's direction, else `line`. Settings say
-        the `direction` taken and how many updates its network has had (`updates`). `line_operators` is the number of
-        operators that keep the line's row, `line_names` has up to 8 of them.
+        The forecast's `method` is `vitp` where the network turned any operator's direction. Settings say the
+        `direction` taken, and `line_operators` how many operators keep the line's row.
 
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
-        shared = self.ranks.broadcast({"updates": self._head.steps, "seen": list(self._statistics.seen)})
-        self._updates, self._seen = shared["updates"], frozenset(shared["seen"])
+        self._seen = frozenset(self.ranks.broadcast({"seen": list(self._statistics.seen)})["seen"])
         plan = self._agreed_plan(history, target)
-        asked: Sequence[str] = ()
-        rows: Mapping[str, Sequence[float]] = {}
-        if plan.settings.get("direction") == "vitp":  # on all ranks or none
-            asked = plan.whole
-            parameters = self.ranks.broadcast({"parameters": self._head.parameters.detach()})["parameters"]
-            products = self.ranks.reduce(self._grams(history, asked, plan.window))
-            own = {operator: products[operator] for operator in asked if operator in products}
-            rows = _turned_rows(plan, history, own, parameters)
-        return self._with_rows(history, self._report(history, target, plan), plan, asked, rows)
+        forecast = self._report(history, target, plan)
+        if plan.settings.get("direction") != "vitp" or not plan.moves:  # on all ranks or none
+            return replace(forecast, method="line" if plan.moves else forecast.method)
+        parameters = self.ranks.broadcast({"parameters": self._head.parameters})["parameters"]
+        products = self._path(history, plan.whole, plan.window)
+        own = {operator: products[operator] for operator in plan.whole if operator in products}
+        rows = _turned_rows(plan, history, own, parameters)
+        turned = {name: plan.coefficients(row, history, plan.factors.get(name, 1.0)) for name, row in rows.items()}
+        method = "vitp" if rows else "line"
+        return replace(
+            forecast,
+            method=method,
+            coefficients={**forecast.coefficients, **turned},
+            settings={**forecast.settings, "direction": method, "line_operators": len(plan.whole) - len(rows)},
+            reason=f"{forecast.reason}; {len(rows)} operators in a learned direction",
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, as plain data and tensors: below 1 MB at 300 operators."""
         learned = {
             "statistics": self._statistics.state_dict(),
-            "examples": self._examples.state_dict(),
-            "head": self._head.state_dict() if self._head.steps else None,  # else no 0.2 MB for what is shipped
+            "head": vars(self._head).copy() if self._head.steps else None,  # else no 0.2 MB for what is shipped
             "checkpoints": self._checkpoints,
             "accuracy": copy.deepcopy(self._accuracy),
-            "trained_iteration": self._trained_iteration,
         }
         return {**super().state_dict(), "vitp": learned}
 
@@ -180,47 +200,23 @@ class VITPPredictor(LinePredictor):
             ValueError: the state was written by another predictor or another version; nothing has changed.
         """
         super().load_state_dict(state)
-        if not self._learns:
+        if not self.learns:
             return
-        learned, statistics, examples, head = state["vitp"], MotionStatistics(), Examples(), Head()
+        learned, statistics = state["vitp"], MotionStatistics()
         statistics.load_state_dict(learned["statistics"])
-        examples.load_state_dict(learned["examples"])
-        if learned["head"] is not None:
-            head.load_state_dict(learned["head"])
-        self._statistics, self._examples, self._head = statistics, examples, head
+        self._statistics = statistics
+        self._head = Head.of(pretrained_parameters()) if learned["head"] is None else Head(**learned["head"])
         self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
-        self._trained_iteration = learned["trained_iteration"]
 
-    def _train(self, iteration: int, operators: Mapping[str, OperatorMotion]) -> Iterator[None]:
-        """A backtest, and some training on the motion up to that checkpoint; every update counts at once."""
-        alone = copy.copy(self)
-        alone.ranks, alone._gain = Ranks(), 1.0
-        found = list[dict[str, Any]]()
-        for one in backtests(alone, operators):
-            found.append({"iteration": iteration, "checkpoints": self._checkpoints, **one})
-            yield
-        self._accuracy = [*self._accuracy, *found][-MAX_ACCURACIES:]
-        taken = yield from windows(operators)
-        yield
-        examples = self._examples.copy()
-        if taken is not None:
-            examples.add(taken)
-        self._examples, self._trained_iteration = examples, iteration
-        generator = torch.Generator(device="cpu").manual_seed(iteration)
-        for _ in range(STEPS_PER_CHECKPOINT if len(examples) else 0):
-            head = self._head.copy()  # a forecast may come between any two pieces
-            with undisturbed():
-                question = examples.draw(generator)
-            yield from head.step(question)
-            self._head = head
-            yield
+    def _may_turn(self) -> bool:
+        """Whether a forecast may ask the network."""
+        return self._directions == ("vitp",) or ("vitp" in self._directions and table().takes("vitp"))
 
     def _must_read(self, history: History, operator: str, position: int) -> bool:
-        # Other ranks check their own, and `agree` informs all. What was read whole and was finite is not read again.
+        # What was read whole and was finite is not read again.
         iteration = history.entries[position].iteration
-        return self.ranks.is_mine(operator) and not self._statistics.found_finite(
-            operator, history.numel(operator), iteration
-        )
+        found_finite = self._statistics.found_finite(operator, history.numel(operator), iteration)
+        return super()._must_read(history, operator, position) and not found_finite
 
     def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
         # The newest checkpoint may not have been learned from yet: the path up to the one before it need not be read.
@@ -229,54 +225,19 @@ class VITPPredictor(LinePredictor):
         learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in self._seen
         return path_positions(history, before if learned else usable)
 
-    def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        summed = self.ranks.reduce(self._grams(history, operators, positions))
-        return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
-
-    def _grams(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
-        """Gram matrices between these entries, of this rank's share of operators: from the statistics, else read."""
-        iterations = [history.entries[position].iteration for position in positions]
-        found = {}
-        for operator in filter(self.ranks.is_mine, operators):
-            known = self._statistics.operators.get(operator)
-            fits = known is not None and known.numel == history.numel(operator)
-            products = known.between(iterations) if known is not None and fits else None
-            if products is None:
-                products = gram(history, operator, positions)
-            found[operator] = products * self.ranks.portion(operator)
-        return found
-
-    def _with_rows(
-        self,
-        history: History,
-        forecast: Forecast,
-        plan: Plan,
-        asked: Sequence[str],
-        rows: Mapping[str, Sequence[float]],
-    ) -> Forecast:
-        turned = {name: plan.coefficients(row, history, plan.factors.get(name, 1.0)) for name, row in rows.items()}
-        line = [operator for operator in asked if operator not in rows]
-        direction = "vitp" if rows else "line"
-        settings = {
-            **forecast.settings,
-            "direction": direction,
-            "updates": self._updates,
-            "line_operators": len(line),
-            "line_names": line[:MAX_NAMES],
-        }
-        reason = forecast.reason
-        if rows:
-            reason += f"; {len(rows)} operators in a learned direction"
-        coefficients = {**forecast.coefficients, **turned}
-        method = direction if plan.moves else forecast.method
-        return replace(forecast, method=method, coefficients=coefficients, settings=settings, reason=reason)
+    def _products(self, history: History, operator: str, positions: Sequence[int]) -> torch.Tensor:
+        known = self._statistics.operators.get(operator)
+        if known is not None and known.numel == history.numel(operator):
+            products = known.between([history.entries[position].iteration for position in positions])
+            if products is not None:
+                return products
+        return gram(history, operator, positions)
 
 
 def without_slices(state: dict[str, Any]) -> dict[str, Any]:
     """A predictor's `state_dict()` for a rank that owns other slices: without the products of the old ones.
 
-    The network and its examples stay: these are of whole operators, or have no scale. The
-    checkpoints whose products go are taken in again, and counted again.
+    The network stays. The checkpoints whose products go are taken in again, and counted again.
     """
     learned = state.get("vitp")
     if not learned:
@@ -300,7 +261,7 @@ def _turned_rows(
         straight = torch.cat([line[:-1], line[-1:] - 1.0]).expand(len(some), -1)
         middle = points[-1].time + 0.5 * plan.settings["reach_time"]
         turned = straight + straight[0].norm() * _corrections(points, places, stacked, parameters, middle)
-        lengths = [squared_norms(one, stacked).clamp_min(0.0).sqrt().tolist() for one in (straight, turned)]
+        lengths = [inner(one, stacked, one).clamp_min(0.0).sqrt().tolist() for one in (straight, turned)]
         for operator, row, before, after in zip(some, turned, *lengths, strict=True):
             if 0.0 < before < float("inf") and SHORTEST * before < after < float("inf"):
                 rows[operator] = (row * (before / after)).tolist()

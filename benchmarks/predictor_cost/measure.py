@@ -17,14 +17,14 @@ from cpsr.demo.model import GPT, GPTConfig
 from cpsr.errors import CPSRError
 from cpsr.predictor.guard import measure
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import Forecast, History, StatePredictor
+from cpsr.predictor.protocol import Forecast, History
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS
 
 __all__ = ["METHODS", "MethodSamples", "measure_method", "training_seconds"]
 
 # Over the whole history, at a fixed gain: what calibration would choose is of no interest here, and may be less.
-METHODS: dict[str, Callable[..., StatePredictor]] = {
+METHODS: dict[str, Callable[..., LinePredictor]] = {
     "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0),
     # What a job has that configures nothing: it takes the line's direction, and has learned from all but the newest
     # checkpoint, which it need not read again to find them finite.
@@ -112,12 +112,12 @@ def measure_method(method: str, synthetic: SyntheticHistory, repeats: int) -> Me
     )
 
 
-def _consume(predictor: StatePredictor, history: History, forecast: Forecast) -> None:
+def _consume(predictor: LinePredictor, history: History, forecast: Forecast) -> None:
     for _ in predictor.predict(history, forecast):
         pass
 
 
-def _learned_before_the_newest(predictor: StatePredictor, synthetic: SyntheticHistory) -> list[float]:
+def _learned_before_the_newest(predictor: LinePredictor, synthetic: SyntheticHistory) -> list[float]:
     """Seconds of each slice of learning; what is learned from a checkpoint is committed with the next one only."""
     checkpoints = synthetic.directory / "checkpoints"
     history = DiskHistory(checkpoints, slices_in(checkpoints), before=synthetic.iterations[-1])

@@ -17,7 +17,7 @@ from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import ConfigError
 from cpsr.predictor.guard import Guard, attempts, measure, shorten
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import Forecast, History, StatePredictor, Target
+from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = [
@@ -107,7 +107,7 @@ def decide(failure: Failure) -> str:
     return STALE if forecast.method == STALE else PREDICTED
 
 
-def _forecast(predictor: StatePredictor, failure: Failure) -> tuple[StatePredictor, History, Forecast]:
+def _forecast(predictor: LinePredictor, failure: Failure) -> tuple[LinePredictor, History, Forecast]:
     """Of a predictor that has seen the checkpoints one by one."""
     trajectory, point = failure.trajectory, failure.point
     for newest in range(point.interval, point.checkpoint + 1, point.interval):
@@ -117,7 +117,7 @@ def _forecast(predictor: StatePredictor, failure: Failure) -> tuple[StatePredict
     return predictor, history, predictor.forecast(history, target_of(trajectory, point.failure, failure.part.share))
 
 
-def _predicted(make: Callable[[], StatePredictor], failure: Failure) -> Formed:
+def _predicted(make: Callable[[], LinePredictor], failure: Failure) -> Formed:
     """The checkpoint moved by a predictor, whatever it expects that to cost; None where the guard refuses it."""
     predictor, history, forecast = _forecast(make(), failure)
     if not forecast.feasible:
@@ -135,7 +135,7 @@ def _predicted(make: Callable[[], StatePredictor], failure: Failure) -> Formed:
     return Formed(None, decision.reason)
 
 
-def _applied(predictor: StatePredictor, history: History, forecast: Forecast, failure: Failure) -> State:
+def _applied(predictor: LinePredictor, history: History, forecast: Forecast, failure: Failure) -> State:
     """The state of a feasible forecast, exact outside of the lost part."""
     weights = {name: torch.empty_like(values) for name, values in failure.checkpoint.weights.items()}
     for name, start, values in predictor.predict(history, forecast):
@@ -160,7 +160,7 @@ def _stale(failure: Failure) -> Formed:
 # What any run could do, failed or not
 
 
-def _moved(make: Callable[[], StatePredictor], failure: Failure) -> Formed:
+def _moved(make: Callable[[], LinePredictor], failure: Failure) -> Formed:
     """Control: the true state at the failure, nothing lost, moved as far as a prediction moves the checkpoint's."""
     predicted, exact, checkpoint = _predicted(make, failure), failure.exact, failure.checkpoint
     if predicted.state is None:

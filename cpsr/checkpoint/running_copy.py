@@ -211,8 +211,8 @@ class Waits(Protocol):
     def iteration_forecast_seconds(self) -> float:
         """Forecast of all waits of one iteration."""
 
-    def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
-        """Block until a wait with that much left; False after the timeout."""
+    def wait(self, needed_seconds: float, timeout_seconds: float) -> object:
+        """Block until a wait with that much left; false after the timeout."""
 
 
 class CopyPace:

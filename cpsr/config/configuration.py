@@ -118,9 +118,6 @@ class PlannerConfig(Section):
 class PredictorConfig(Section):
     """How the state at the failure is predicted."""
 
-    direction: Literal["line", "vitp"] = Field(
-        default="line", description="Direction of the displacement: the fitted line's, or as the network turns it."
-    )
     move: bool = Field(
         default=False,
         description="In mode `auto`, a restart may also go back to the checkpoint, move its weights there, and "

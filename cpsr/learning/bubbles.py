@@ -137,11 +137,7 @@ class Bubbles:
         """Forecast of all waits of an iteration like the last one; 0 before the first was complete."""
         return self._iteration_forecast_seconds
 
-    def wait(self, needed_seconds: float, timeout_seconds: float) -> bool:
-        """As `entered`, but return whether training waits."""
-        return self.entered(needed_seconds, timeout_seconds) is not None
-
-    def entered(self, needed_seconds: float, timeout_seconds: float, spared_share: float = 0.0) -> float | None:
+    def wait(self, needed_seconds: float, timeout_seconds: float, spared_share: float = 0.0) -> float | None:
         """Block a worker thread until training waits, with at least that much time left by the forecast.
 
         Args:

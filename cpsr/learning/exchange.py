@@ -7,7 +7,7 @@ import torch
 
 from cpsr.checkpoint.saved import fingerprint
 from cpsr.experts.sharding import adaptive_sharding
-from cpsr.predictor.collectives import Ranks
+from cpsr.predictor.protocol import Ranks
 from cpsr.ranks.group import Group
 from cpsr.state.shard import Shard
 
@@ -82,9 +82,11 @@ class Exchange(Ranks):
     def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
         """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
         plain = {name: value for name, value in shared.items() if not isinstance(value, torch.Tensor)}
-        tensors = {name: value for name, value in shared.items() if isinstance(value, torch.Tensor)}
         numbers: dict[str, Any] = self._group.broadcast(plain) if plain else {}
-        return {**numbers, **{name: self._from_first(value) for name, value in tensors.items()}}
-
-    def _from_first(self, value: torch.Tensor) -> torch.Tensor:
-        return self._group.reduce(value.clone() if self._group.rank == 0 else torch.zeros_like(value))
+        is_first = self._group.rank == 0
+        tensors = {
+            name: self._group.reduce(value.clone() if is_first else torch.zeros_like(value))
+            for name, value in shared.items()
+            if isinstance(value, torch.Tensor)
+        }
+        return {**numbers, **tensors}

@@ -4,10 +4,10 @@ import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,13 +15,11 @@ from cpsr.checkpoint.history import DiskHistory, RankSlices, ReadManifest
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.errors import CheckpointError
 from cpsr.learning.pace import Pace
-from cpsr.predictor.protocol import StatePredictor
+from cpsr.predictor.line import LinePredictor
 
 __all__ = ["Learner"]
 
 logger = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
 
 THREAD_NAME = "cpsr-learner"
 # Longer than any slice. A slice that takes longer hangs, most likely in the file system: it is reported, and the exit
@@ -31,7 +29,7 @@ SLICE_LIMIT_SECONDS = 5.0
 # less and less often if it does not come.
 COMMIT_POLL_SECONDS = 0.1
 COMMIT_POLL_MAX_SECONDS = 5.0
-_DONE = object()  # never yielded
+_DONE, _UNREADABLE = object(), object()  # the end of the work, and that nothing can be read now
 
 
 class Learner:
@@ -49,7 +47,7 @@ class Learner:
         pace: of the slices; None before the start, and if nothing is learned.
     """
 
-    def __init__(self, predictor: StatePredictor) -> None:
+    def __init__(self, predictor: LinePredictor) -> None:
         self._predictor = predictor
         self.pace: Pace | None = None
         self._lock = threading.Lock()  # of the predictor; the thread holds it for a hand-over, which is microseconds
@@ -62,7 +60,6 @@ class Learner:
         self._failure: str | None = None
         self._slice_began: float | None = None
         self._ended = self._unreadable_logged = False
-        self._complete: dict[str, Any] = {}  # the last state that could be read
         self._thread: threading.Thread | None = None
 
     def start(self, store: CheckpointStore, part: RankSlices, pace: Pace | None) -> None:
@@ -78,10 +75,8 @@ class Learner:
         """
         usual, self.pace = torch.get_num_threads(), pace
         if pace is not None:
-            self._complete = self._predictor.state_dict()
             alone = threading.Event()
-            arguments = store, part, alone
-            self._thread = threading.Thread(target=self._run, args=arguments, name=THREAD_NAME, daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(store, part, alone), name=THREAD_NAME, daemon=True)
             self._thread.start()
             alone.wait()
         torch.set_num_threads(usual)
@@ -114,22 +109,14 @@ class Learner:
             yield
 
     def state_dict(self) -> dict[str, Any]:
-        """What the predictor has learned from complete checkpoints.
-
-        If the predictor fails to return it, this is the last state that it returned.
-        """
+        """What the predictor has learned from complete checkpoints; nothing if it fails to say."""
         with self._lock:
             try:
-                self._complete = self._predictor.state_dict()
+                return self._predictor.state_dict()
             except Exception as error:  # after any error the checkpoint can be saved without it
                 logger.exception("the predictor failed to return what it has learned")
                 self._end(f"it failed to return what it has learned: {_description(error)}")
-            return self._complete
-
-    def ask(self, question: Callable[[], Answer]) -> Answer:
-        """Call the predictor without changing it."""
-        with self._lock:
-            return question()
+                return {}
 
     def failure(self) -> str | None:
         """Why learning has ended in this life, once; None otherwise."""
@@ -155,8 +142,8 @@ class Learner:
         if not self._ended:
             self._ended = True
             self._failure = (
-                f"the predictor stopped learning for the rest of this life ({why}); what it had learned from complete "
-                "checkpoints is kept, saved with the next ones and used by a recovery, training is not affected"
+                f"the predictor stopped learning for the rest of this life ({why}); a recovery uses what it had "
+                "learned from complete checkpoints, training is not affected"
             )
 
     # On the learner's thread
@@ -197,7 +184,7 @@ class Learner:
                 return
             pause = min(2 * pause, COMMIT_POLL_MAX_SECONDS)
 
-    def _learn_from(self, student: StatePredictor, work: Generator[object, None, None], generation: int) -> None:
+    def _learn_from(self, student: LinePredictor, work: Generator[object, None, None], generation: int) -> None:
         """Learn from one checkpoint at the pace; if the directory cannot be read now, wait for the next one."""
         assert self.pace is not None  # or there is no thread
         before = dict(vars(student))
@@ -207,38 +194,28 @@ class Learner:
                 self.pace.before_slice()
                 if self._stopping():  # a closed pace does not wait
                     return
-                try:
-                    done = self._slice(work, self.pace)
-                except _UnreadableDirectoryError as error:
-                    if not self._unreadable_logged:
-                        logger.warning("the predictor learns nothing until checkpoints can be read again: %s", error)
-                    self._unreadable_logged = True
+                done = self._slice(work, self.pace)
+                if done is _UNREADABLE:
                     return
                 if not self._hand_over(student, before, generation):
                     return
-        self._unreadable_logged = False
 
     def _work(
-        self,
-        student: StatePredictor,
-        store_directory: Path,
-        part: RankSlices,
-        iteration: int,
-        history_start: int,
+        self, student: LinePredictor, directory: Path, part: RankSlices, iteration: int, history_start: int
     ) -> Generator[object, None, None]:
         history = DiskHistory(
-            store_directory,
-            part,
-            before=iteration + 1,
-            since=history_start,
-            known=self._known,
-            opened=False,
+            directory, part, before=iteration + 1, since=history_start, known=self._known, opened=False
         )
         try:
             try:
                 yield from history.open()
             except OSError as error:  # of the directory itself; a single unreadable checkpoint is left out
-                raise _UnreadableDirectoryError(_description(error)) from error
+                if not self._unreadable_logged:
+                    logger.warning("the predictor learns nothing until checkpoints can be read again: %s", error)
+                self._unreadable_logged = True
+                yield _UNREADABLE
+                return
+            self._unreadable_logged = False
             self._known = history.known
             yield None
             handed_over = self._handed_over
@@ -259,7 +236,7 @@ class Learner:
         pace.after_slice(time.perf_counter() - began, time.thread_time() - processor_began)
         return done
 
-    def _hand_over(self, student: StatePredictor, before: dict[str, Any], generation: int) -> bool:
+    def _hand_over(self, student: LinePredictor, before: dict[str, Any], generation: int) -> bool:
         """Give the predictor what `learn` has replaced in the copy since `before`, and note it there.
 
         False if the work was in vain: the predictor or the checkpoints may be others.
@@ -273,10 +250,6 @@ class Learner:
                 vars(self._predictor).update(learned)
                 self._handed_over += 1
         return True
-
-
-class _UnreadableDirectoryError(Exception):
-    """The directory of checkpoints cannot be listed now."""
 
 
 def _is_settled(store: CheckpointStore, iteration: int) -> bool:

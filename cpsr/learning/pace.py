@@ -53,7 +53,7 @@ class Pace:
         seen = self._bubbles.iterations
         while not self._closed:
             patience = max(self._due - perf_counter(), 0.0) if self._budget_fraction else STARVED_SECONDS
-            self._entered = self._bubbles.entered(self.expected_seconds(), patience, SPARED_SHARE)
+            self._entered = self._bubbles.wait(self.expected_seconds(), patience, SPARED_SHARE)
             if self._entered is not None:
                 return
             if self._budget_fraction:

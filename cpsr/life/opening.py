@@ -289,14 +289,13 @@ def _open_memory(
 def _planner(job: Job, loop: Loop) -> "JobPlanner":
     from cpsr.planner.live.job_planner import JobPlanner
 
-    learner, predictor = loop.learning.learner, loop.learning.predictor
     return JobPlanner(
         job.config,
         job.group.rank,
         job.group.size,
         job.shard.parameters,
         second_moment_decay(job.adapter.optimizers),
-        lambda: learner.ask(predictor.accuracy),
+        loop.learning.predictor.accuracy,
     )
 
 
@@ -357,7 +356,7 @@ def _open_directory(
     Returns:
         The directory, and the bytes of host memory that are left for this rank.
     """
-    from cpsr.learning.memory_limit import LIMIT_BYTES
+    from cpsr.learning.learning import LIMIT_BYTES
 
     description = adapter.describe()
     run = open_run(config.run_dir, group, config.mode, description, config.elastic)

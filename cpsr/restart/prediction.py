@@ -17,7 +17,8 @@ from cpsr.errors import UnsupportedEngineError
 from cpsr.job import Job
 from cpsr.journal import Beginning
 from cpsr.predictor.guard import Guard, attempts, measure, shorten
-from cpsr.predictor.protocol import STALE_METHOD, Forecast, StatePredictor, Target
+from cpsr.predictor.line import LinePredictor
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, Target
 from cpsr.restart.restored_state import Recomputes, Refusal, RefusedError, Restored
 from cpsr.state import codec
 from cpsr.state.small_state import Scalars
@@ -128,7 +129,7 @@ class Probes:
 class StatePrediction:
     """Predicts on all ranks together; every method is a collective."""
 
-    def __init__(self, job: Job, store: CheckpointStore, predictor: StatePredictor, probes: Probes) -> None:
+    def __init__(self, job: Job, store: CheckpointStore, predictor: LinePredictor, probes: Probes) -> None:
         self._adapter = job.adapter
         self._group = job.group
         self._store = store

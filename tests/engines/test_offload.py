@@ -12,7 +12,7 @@ from cpsr.demo.model import GPT, GPTConfig
 from cpsr.engines import TorchAdapter, offload
 from cpsr.engines.offload import ActivationOffload
 from cpsr.journal import JournalReader
-from cpsr.learning.memory_limit import LIMIT_BYTES
+from cpsr.learning.learning import LIMIT_BYTES
 from cpsr.life import opening
 from cpsr.recovery import CPSRRecovery
 from tests.device import DEVICE

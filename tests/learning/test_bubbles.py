@@ -124,9 +124,9 @@ def measured() -> Bubbles:
 
 
 @pytest.fixture
-def waiter(measured: Bubbles) -> Iterator[list[bool]]:
+def waiter(measured: Bubbles) -> Iterator[list[float | None]]:
     """What a thread found that needs 50 ms."""
-    found: list[bool] = []
+    found: list[float | None] = []
     thread = threading.Thread(target=lambda: found.append(measured.wait(0.05, PATIENCE_SECONDS)))
     thread.start()
     yield found
@@ -135,14 +135,14 @@ def waiter(measured: Bubbles) -> Iterator[list[bool]]:
     assert not thread.is_alive()
 
 
-def until(found: list[bool]) -> bool:
+def until(found: list[float | None]) -> float | None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not found and time.monotonic() < deadline:
         time.sleep(0.001)
     return found[0]
 
 
-def test_a_thread_wakes_for_a_wait_that_is_long_enough(measured: Bubbles, waiter: list[bool]) -> None:
+def test_a_thread_wakes_for_a_wait_that_is_long_enough(measured: Bubbles, waiter: list[float | None]) -> None:
     with measured.waiting("short"):
         time.sleep(0.02)  # a wait is open, but not for as long as is needed
     assert not waiter

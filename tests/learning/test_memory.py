@@ -13,8 +13,8 @@ from torch import nn
 from cpsr.config import CPSRConfig
 from cpsr.engines.torch import TorchAdapter
 from cpsr.journal import JournalReader
-from cpsr.learning import memory_limit
-from cpsr.learning.memory_limit import history_checkpoints
+from cpsr.learning import learning as module
+from cpsr.learning.learning import history_checkpoints
 from cpsr.predictor.vitp import host_memory_bytes
 from cpsr.recovery import CPSRRecovery
 from cpsr.restart.restore import Restored
@@ -27,9 +27,7 @@ OPERATORS = 2
 INTERVAL = 5
 
 
-def life(
-    run_dir: Path, mode: str = "predict", direction: str = "line", **learning: Any
-) -> tuple[CPSRRecovery, Callable[[], None]]:
+def life(run_dir: Path, mode: str = "predict", **learning: Any) -> tuple[CPSRRecovery, Callable[[], None]]:
     """One life of a linear model, and a step of it."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
@@ -38,7 +36,6 @@ def life(
     settings = {
         "run_dir": run_dir,
         "mode": mode,
-        "predictor": {"direction": direction},
         "learning": learning,
         # What a life leaves in memory is exact, and would spare the next one its prediction.
         "checkpoint": {"interval_iterations": INTERVAL, "shared_memory": False},
@@ -61,7 +58,7 @@ def limit_memory(monkeypatch: pytest.MonkeyPatch, run_dir: Path, *, learns: bool
     """Allow what the line, or learning, takes in such a life, and so many bytes more."""
     config = CPSRConfig.load({"run_dir": run_dir, "checkpoint": {"interval_iterations": INTERVAL}})
     needed = host_memory_bytes(OPERATORS, history_checkpoints(config), learns=learns)
-    monkeypatch.setattr(memory_limit, "LIMIT_BYTES", needed + spare_bytes)
+    monkeypatch.setattr(module, "LIMIT_BYTES", needed + spare_bytes)
 
 
 def fail_and_come_back(run_dir: Path, iterations: int, **settings: Any) -> Restored:
@@ -104,12 +101,9 @@ def test_a_life_says_what_the_predictor_may_take(tmp_path: Path) -> None:
     assert "at most" in message
 
 
-@pytest.mark.parametrize("direction", ["line", "vitp"])
-def test_a_limit_too_small_for_learning_leaves_the_line(
-    tmp_path: Path, direction: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_limit_too_small_for_learning_leaves_the_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limit_memory(monkeypatch, tmp_path, learns=False)
-    restored = fail_and_come_back(tmp_path, 43, direction=direction)
+    restored = fail_and_come_back(tmp_path, 43)
     assert restored.predicted
     assert restored.restored_iteration == 43
     assert restored.forecast is not None
@@ -134,17 +128,16 @@ SCRIPT = textwrap.dedent(
     from pathlib import Path
     import torch.distributed as dist
     from cpsr.config import CPSRConfig
-    from cpsr.learning.memory_limit import choose_use
+    from cpsr.learning.learning import choose_use
     from cpsr.ranks.group import Group
-    from cpsr.predictor.vitp import VITPPredictor
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     group, found = Group(), []
     config = CPSRConfig.load({"run_dir": Path("run"), "checkpoint": {"interval_iterations": 10}})
     for operators in (10, 3000, 30000):
-        predictor, messages = VITPPredictor(), []
+        messages = []
         report = lambda kind, message, level=0: messages.append(message)
-        use = choose_use(predictor, operators if rank else 10, 0, config, group, report)
+        use = choose_use(operators if rank else 10, 0, config, group, report)
         found.append([use, messages])
     group.close()
     json.dump(found, open(sys.argv[1] + f".{rank}", "w"))
@@ -165,11 +158,3 @@ def test_who_asks_for_no_learning_gets_the_line_and_is_not_warned(
 ) -> None:
     assert fail_and_come_back(tmp_path, 43, budget_fraction=0).predicted
     assert "learning is off" not in caplog.text
-
-
-def test_a_direction_that_needs_learning_is_not_given_up_in_silence(tmp_path: Path) -> None:
-    recovery, _ = life(tmp_path, budget_fraction=0, direction="vitp")
-    with recovery:
-        pass
-    (first,) = events(tmp_path, "predictor memory")
-    assert "the line's direction is taken, not 'vitp'" in first

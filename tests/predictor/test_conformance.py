@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cpsr.predictor.calibration import HORIZON_ITERATIONS
 from cpsr.predictor.guard import attempts
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import STALE_METHOD, Forecast, History, HistoryEntry, StatePredictor, Target
+from cpsr.predictor.network import PARAMETERS, pretrained_parameters
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, History, HistoryEntry, Target
 from cpsr.predictor.training import Head
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS
@@ -28,14 +29,13 @@ def turning(**options: Any) -> VITPPredictor:
     """VITP with a network of random weights: its directions are far from the line's."""
     predictor = VITPPredictor(direction="vitp", **options)
     state = predictor.state_dict()
-    state["vitp"]["head"] = Head().state_dict()
-    parameters = state["vitp"]["head"]["parameters"]
-    parameters += 0.1 * torch.randn(len(parameters), generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(PARAMETERS, generator=torch.Generator().manual_seed(0))
+    state["vitp"]["head"] = vars(Head.of(pretrained_parameters() + 0.1 * noise))
     predictor.load_state_dict(state)
     return predictor
 
 
-METHODS: dict[str, Callable[..., StatePredictor]] = {"line": LinePredictor, "vitp": turning}
+METHODS: dict[str, Callable[..., LinePredictor]] = {"line": LinePredictor, "vitp": turning}
 
 every_method = pytest.mark.parametrize("method", METHODS)
 
@@ -52,7 +52,7 @@ def walk(count: int, seed: int = 0, sizes: tuple[int, ...] = (37, 5)) -> list[di
     return [{name: 3.0 + 0.1 * k * drift[name] + 0.05 * noise[k][name] for name in names} for k in range(count)]
 
 
-def predicted(predictor: StatePredictor, history: History, forecast: Forecast) -> dict[str, torch.Tensor]:
+def predicted(predictor: LinePredictor, history: History, forecast: Forecast) -> dict[str, torch.Tensor]:
     """The whole tensors; fails unless the pieces cover every element exactly once, in float32."""
     out = {operator: torch.full((history.numel(operator),), math.nan) for operator in history.operators}
     seen = {operator: torch.zeros(history.numel(operator), dtype=torch.int64) for operator in history.operators}
@@ -65,7 +65,7 @@ def predicted(predictor: StatePredictor, history: History, forecast: Forecast) -
     return out
 
 
-def predict(predictor: StatePredictor, history: History, target: Target = TARGET) -> dict[str, torch.Tensor]:
+def predict(predictor: LinePredictor, history: History, target: Target = TARGET) -> dict[str, torch.Tensor]:
     forecast = predictor.forecast(history, target)
     assert forecast.feasible, forecast.reason
     return predicted(predictor, history, forecast)
@@ -300,7 +300,7 @@ def test_a_tensor_that_changed_its_shape_is_an_error(make_history: MakeHistory, 
         METHODS[method]().forecast(make_history(ITERATIONS, weights), TARGET)
 
 
-def learned(predictor: StatePredictor, history: History) -> None:
+def learned(predictor: LinePredictor, history: History) -> None:
     for _ in predictor.learn(history):
         pass
 

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 
+import numpy
 import pytest
 import torch
 
@@ -9,7 +10,6 @@ from cpsr.predictor.network import (
     PARAMETERS,
     Geometry,
     corrections,
-    initial_parameters,
     pretrained_parameters,
 )
 from cpsr.predictor.protocol import HistoryEntry
@@ -31,7 +31,7 @@ def grams(batch: int, count: int, seed: int = 0) -> torch.Tensor:
 def shaken(seed: int = 0) -> torch.Tensor:
     """Weights that have left their start, so that nothing is zero."""
     generator = torch.Generator().manual_seed(seed)
-    return initial_parameters(generator) + 0.1 * torch.randn(PARAMETERS, generator=generator)
+    return pretrained_parameters() + 0.1 * torch.randn(PARAMETERS, generator=generator)
 
 
 @pytest.fixture
@@ -59,8 +59,8 @@ def test_corrections_lie_in_the_low_and_mid_band(count: int) -> None:
     assert float(found.abs().max()) > 1e-3
     torch.testing.assert_close(found.sum(dim=1), torch.zeros(4, dtype=torch.float64), rtol=0, atol=1e-5)
     # They are combinations of the rows that form the low and mid band, which the high band's dimensions are not.
-    denoised = torch.from_numpy(bands(times).denoised)
-    inside = torch.linalg.pinv(denoised, rtol=1e-9) @ denoised
+    both = torch.from_numpy(numpy.add(*bands(times)))
+    inside = torch.linalg.pinv(both, rtol=1e-9) @ both
     torch.testing.assert_close(found @ inside, found, rtol=0, atol=1e-5)
     assert torch.linalg.matrix_rank(inside) == {4: 4, 7: 4, 20: 10}[count]
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
+import cpsr.learning.learning
 import cpsr.learning.pace
 import cpsr.predictor.training
 from cpsr import CPSRRecovery
+from cpsr.predictor.vitp import VITPPredictor
 from tests.learning.accounts import account_of
 from tests.recovery import worker
 from tests.recovery.engines import FEATURES, WIDTH, configuration, dataset, initialize, loader
@@ -48,6 +51,8 @@ class Slow(nn.Module):
 def main(options: Options, rank: int, ranks: int) -> None:
     cpsr.predictor.training.LATER_ITERATIONS = LATER_ITERATIONS
     cpsr.learning.pace.STARVED_SECONDS = STARVED_SECONDS
+    turning = partial(VITPPredictor, direction="vitp")  # a network that is never asked is not trained
+    setattr(cpsr.learning.learning, "VITPPredictor", turning)  # noqa: B010 - mypy refuses it otherwise
     worker.initialize_ranks(options.result)
     worker.seed()
     engine = initialize(stages(), configuration(0, "fp32", MICRO_BATCHES))

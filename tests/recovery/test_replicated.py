@@ -133,11 +133,12 @@ def test_ranks_that_no_commit_has_found_equal_come_back_each_with_its_own(
     assert states[0] != states[1]
 
 
-LEARNING: dict[str, Any] = {"predictor": {"direction": "vitp"}, "learning": {"budget_fraction": 1.0}}
+LEARNING: dict[str, Any] = {"learning": {"budget_fraction": 1.0}}
 LEARNED: dict[str, Any] = {
     "zero": 0,
     "settings": LEARNING,
     "window_iterations": 100,
+    "turns": True,
 }
 
 

@@ -37,7 +37,7 @@ from cpsr.checkpoint.writer import CheckpointWriter
 from cpsr.demo.device import join_ranks
 from cpsr.experts.in_memory import InMemory
 from cpsr.fitter.phases import PhaseDetector
-from cpsr.learning import learning, memory_limit
+from cpsr.learning import learning
 from cpsr.planner.live import job_planner
 from cpsr.predictor.guard import Guard
 from cpsr.predictor.vitp import VITPPredictor
@@ -79,6 +79,7 @@ class Options(LifeOptions):
         gain: factor on a predicted displacement, past anything sensible, in place of the limits of its length.
         phase_iterations: length of every phase that the planner sees, in place of what gradients show.
         window_iterations: over which the predictor fits its line, in place of what is expected to cost least.
+        turns: the network turns the line, whatever that is expected to cost.
         unpredicted: the predictor may take no memory, so that nothing is predicted.
         poison: train a predicted state on targets that blow it up.
         one_shot: give `resume` an iterator that cannot be started again.
@@ -105,6 +106,7 @@ class Options(LifeOptions):
     gain: float = 0.0
     phase_iterations: int = 0
     window_iterations: int = 0
+    turns: bool = False
     unpredicted: bool = False
     poison: bool = False
     one_shot: bool = False
@@ -131,11 +133,12 @@ def main(options: Options, rank: int, ranks: int) -> None:
     if options.phase_iterations:
         lengths = {"min_iterations": options.phase_iterations, "max_iterations": options.phase_iterations}
         setattr(job_planner, "PhaseDetector", partial(PhaseDetector, **lengths))  # noqa: B010 - mypy refuses it otherwise
-    if options.window_iterations:
-        predictor = partial(VITPPredictor, options.window_iterations)
+    if options.window_iterations or options.turns:
+        predictor = partial(VITPPredictor, options.window_iterations or None)
+        predictor = partial(predictor, gain=1.0, direction="vitp") if options.turns else predictor
         setattr(learning, "VITPPredictor", predictor)  # noqa: B010 - likewise
     if options.unpredicted:
-        memory_limit.LIMIT_BYTES = 1
+        learning.LIMIT_BYTES = 1
     initialize_ranks(options.result)
     seed()
     engine, batches = build(options, rank)
