@@ -151,7 +151,7 @@ def recovery(
     methods: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
     intervals: Annotated[str | None, typer.Option(help="Iterations between checkpoints, comma-separated.")] = None,
     lost: Annotated[
-        str | None, typer.Option(help="Parts of the state: all, 1/2, 1/4, 1/8 (shards), stage; comma-separated.")
+        str | None, typer.Option(help="Parts of the state: all, 1/2 to 1/16 (shards), stage; comma-separated.")
     ] = None,
     workers: Workers = None,
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-recovery.")] = None,
@@ -207,7 +207,7 @@ def network(
     cache: Annotated[Path | None, typer.Option(help="Keeps what was trained; by default runs/bench-prior.")] = None,
     workers: Workers = None,
 ) -> None:
-    """Pretrain the predictor's network on the prior's runs; `bench recovery --methods vitp-always` judges it."""
+    """Pretrain the predictor's network on the prior's runs; `bench recovery --methods predicted` judges it."""
     from cpsr.benchmarks.recovery.network import main as run_network
 
     run_network(weights, cache, workers)

@@ -100,7 +100,7 @@ def target_of(trajectory: Trajectory, iteration: int, lost_share: float = 1.0) -
 
 def decide(failure: Failure) -> str:
     """Which of its ways the product takes in mode `auto`; the guard may still refuse a prediction."""
-    _, _, forecast = _forecast(LinePredictor(), failure)
+    _, _, forecast = _forecast(VITPPredictor(), failure)
     bound = forecast.bound_iterations
     if not forecast.feasible or bound >= failure.point.horizon:
         return RECOMPUTE
@@ -144,11 +144,11 @@ def _applied(predictor: LinePredictor, history: History, forecast: Forecast, fai
     return failure.part.complete(formed)
 
 
-class _Line(LinePredictor):
+class _Product(VITPPredictor):
     _always_moves = True
 
 
-class _VITP(VITPPredictor):
+class _Line(LinePredictor):
     _always_moves = True
 
 
@@ -172,7 +172,7 @@ def _moved(make: Callable[[], LinePredictor], failure: Failure) -> Formed:
 
 def _moved_back(failure: Failure) -> Formed:
     """The checkpoint moved as `predicted` moves it, and all iterations since trained again (`predictor.move`)."""
-    predicted = _predicted(_Line, failure)
+    predicted = _predicted(_Product, failure)
     if predicted.state is None:
         return predicted
     moved = replace(failure.checkpoint, weights=predicted.state.weights)
@@ -215,7 +215,7 @@ def _doubled(failure: Failure) -> Formed:
 
 def _placebo(failure: Failure) -> Formed:
     """Control: each tensor of the checkpoint moved as far as `predicted` does, in a random direction."""
-    moved = _predicted(_Line, failure)
+    moved = _predicted(_Product, failure)
     if moved.state is None:
         return moved
     generator = torch.Generator().manual_seed(failure.point.failure)
@@ -229,11 +229,11 @@ def _placebo(failure: Failure) -> Formed:
 MOVED_BACK = "moved-then-recompute"
 WAYS: dict[str, Callable[[Failure], Formed]] = {
     STALE: _stale,
-    PREDICTED: partial(_predicted, _Line),
-    "moved": partial(_moved, _Line),
+    PREDICTED: partial(_predicted, _Product),
+    "moved": partial(_moved, _Product),
     MOVED_BACK: _moved_back,
-    "predicted-vitp": partial(_predicted, partial(_VITP, direction="vitp")),
-    "moved-vitp": partial(_moved, partial(_VITP, direction="vitp")),
+    "predicted-line": partial(_predicted, _Line),
+    "moved-line": partial(_moved, _Line),
     "made-up": partial(_made_up, _stale),
     "made-up-exact": partial(_made_up, _oracle),
     ORACLE: _oracle,
@@ -243,6 +243,6 @@ WAYS: dict[str, Callable[[Failure], Formed]] = {
     "scar": scar,
     "checkfree": checkfree,
 }
-CONTROLS = {PREDICTED: "moved", MOVED_BACK: "moved", "predicted-vitp": "moved-vitp", "made-up": "made-up-exact"}
+CONTROLS = {PREDICTED: "moved", MOVED_BACK: "moved", "predicted-line": "moved-line", "made-up": "made-up-exact"}
 """What an arm does beside coming back, done at the failure with nothing lost: its end cost is taken off the arm's."""
-PREDICTING = (PREDICTED, "moved", MOVED_BACK, "predicted-vitp", "moved-vitp", "placebo")
+PREDICTING = (PREDICTED, "moved", MOVED_BACK, "predicted-line", "moved-line", "placebo")
