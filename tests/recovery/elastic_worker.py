@@ -32,7 +32,15 @@ from tests.recovery.engines import (
     initialize,
     pipeline,
 )
-from tests.recovery.worker import SAVE_SECONDS, Faults, initialize_ranks, seed, state_digest, train_pipeline
+from tests.recovery.worker import (
+    SAVE_SECONDS,
+    Faults,
+    always_predict,
+    initialize_ranks,
+    seed,
+    state_digest,
+    train_pipeline,
+)
 from tests.recovery.worker import Options as WorkerOptions
 
 GLOBAL_BATCH = 12
@@ -143,6 +151,8 @@ class Loop:
 
 def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
+    if options.config.get("mode") == "predict":
+        always_predict()
     initialize_ranks(options.result)
     seed()
     data = dataset()

@@ -93,7 +93,7 @@ def test_late_in_a_falling_schedule_auto_goes_on_from_the_checkpoint_and_skips_t
 
 def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job, killed: Killed) -> None:
     killed(**KILL, zero=1, settings=NO_RISE)
-    back = job.launch(mode="predict", settings=NO_RISE, gain=3.0)
+    back = job.launch(mode="predict", settings=NO_RISE, gain=7.0)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     recovery = recovery_of(job)
     tried = recovery.guard["tried"]

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import deepspeed
 import numpy
@@ -121,6 +121,12 @@ class Options(LifeOptions):
     loading: dict[str, Any] = field(default_factory=dict)
 
 
+def always_predict(window_iterations: int | None = None, direction: Literal["line", "vitp"] = "line") -> None:
+    """The predictor moves them as far as the failure, whatever that is expected to cost in so young a run."""
+    predictor = partial(VITPPredictor, window_iterations, gain=1.0, direction=direction)
+    setattr(learning, "VITPPredictor", predictor)  # noqa: B010 - mypy refuses it otherwise
+
+
 def main(options: Options, rank: int, ranks: int) -> None:
     faults = Faults(options, rank)
     if options.late is not None and options.late[0] == rank:
@@ -133,10 +139,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
     if options.phase_iterations:
         lengths = {"min_iterations": options.phase_iterations, "max_iterations": options.phase_iterations}
         setattr(job_planner, "PhaseDetector", partial(PhaseDetector, **lengths))  # noqa: B010 - mypy refuses it otherwise
-    if options.window_iterations or options.turns:
-        predictor = partial(VITPPredictor, options.window_iterations or None)
-        predictor = partial(predictor, gain=1.0, direction="vitp") if options.turns else predictor
-        setattr(learning, "VITPPredictor", predictor)  # noqa: B010 - likewise
+    if options.config.get("mode") == "predict":
+        always_predict(options.window_iterations or None, "vitp" if options.turns else "line")
     if options.unpredicted:
         learning.LIMIT_BYTES = 1
     initialize_ranks(options.result)
