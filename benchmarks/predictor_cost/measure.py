@@ -26,10 +26,10 @@ __all__ = ["METHODS", "MethodSamples", "measure_method", "training_seconds"]
 # Over the whole history, at a fixed gain: what calibration would choose is of no interest here, and may be less.
 METHODS: dict[str, Callable[..., LinePredictor]] = {
     "line": partial(LinePredictor, SPAN_ITERATIONS, 2.0),
-    # What a job has that configures nothing: it takes the line's direction, and has learned from all but the newest
-    # checkpoint, which it need not read again to find them finite.
+    # What a job has that configures nothing, at its peak learning rate: it takes the line's direction, and has learned
+    # from all but the newest checkpoint, which it need not read again to find them finite.
     "default": partial(VITPPredictor, SPAN_ITERATIONS, 2.0),
-    # In its own direction from the start, as it is after some training.
+    # In its own direction, as a job has it below the peak learning rate.
     "vitp": partial(VITPPredictor, SPAN_ITERATIONS, 2.0, direction="vitp"),
 }
 

@@ -40,8 +40,8 @@ NOISE_ITERATIONS, NOISE_SHARE = 2.0, 0.2
 MIN_FAMILIES = 3  # a spread between families needs some
 LOST_EXPONENTS = (1.0, 3.0)  # searched; a part costs its share at most
 # What the network's direction costs beside the line's, over `reach * (1 - rate)`: 3.5 and 2.3 iterations less at 75% of
-# `gpt-0.1M-cosine10`, seeds 0 and 1, nothing lost, and 2.3 and 0.1 after a failure (window 200, reach 170). Others were
-# not measured, so the deviation is as large.
+# `gpt-0.1M-cosine10`, seeds 0 and 1, nothing lost, and 2.3 and 0.1 after a failure (window 200, reach 170). Other
+# stages and schedules were not measured, so the deviation is as large.
 BENT_MEAN, BENT_DEVIATION = -0.016, 0.016
 BENT = MOVE_TERMS.index("reach * (1 - rate) * bent")
 
@@ -121,7 +121,7 @@ class Judged:
         recomputed: share of the failures at which it recomputes.
         dearer: share that cost more than recomputing.
         regret: cost over the cheapest measured arm of each failure, which is partly cheap by chance.
-        own_regret: the same by a fit to the family itself, which takes out chance.
+        own_regret: the same by a fit to the family itself: without chance, and without what the terms cannot express.
     """
 
     family: str

@@ -36,7 +36,8 @@ def show(
         "End cost over the horizon u: the gap in the final loss, in iterations of equal worth, plus the iterations "
         "that were trained again; 1 is recomputing. Net: less the end cost of what the method does beside coming back "
         f"({', '.join(f'{method}: {control}' for method, control in CONTROLS.items())}), done at the failure with "
-        f"nothing lost. Sums over sums, with their 95% interval over training runs where there are {MIN_SEEDS} seeds."
+        f"nothing lost. Sums over sums of each workload, and their mean over workloads, with its 95% interval over "
+        f"training runs where there are {MIN_SEEDS} seeds."
     )
     for workload, worth in worths.items():
         call.console.print(
@@ -83,7 +84,7 @@ def _show_costs(call: Measurement, selection: Selection, costs: Costs, lost: Par
         f"End cost / u, lost: {lost}; net, and with what any run could gain",
         ("method", *headings, "all, net", "all", "recomputed, diverged"),
         rows,
-        caption="all: sum of the end costs over the sum of the horizons; diverged trainings are in no figure",
+        caption="all: sum of the end costs over that of the horizons, by workload; diverged trainings are in no figure",
     )
 
 

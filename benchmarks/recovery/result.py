@@ -22,7 +22,7 @@ MIN_SEEDS = 3
 
 @dataclass(frozen=True)
 class Pooled:
-    """A sum of iterations over the sum of the horizons of their failures.
+    """A sum of iterations over the sum of the horizons of their failures, averaged over workloads.
 
     `low` and `high` bound its 95% interval over training runs; they are None with fewer than three seeds.
     """

@@ -111,9 +111,13 @@ def test_the_control_moves_the_true_state_as_far_and_is_taken_off_the_prediction
     assert control.end_cost_iterations is not None
     assert cost.net_iterations == pytest.approx(cost.end_cost_iterations - control.end_cost_iterations)
     again = outcome(run, "moved-then-recompute")
-    assert again.end_cost_iterations is not None
+    trainer = run.trainer()
+    trainer.load(dataclasses.replace(failure.checkpoint, weights=predicted.weights))
+    assert again.final_gap_nats == end_gap(run, trainer)
     assert again.final_gap_nats is not None
     assert again.end_cost_iterations == pytest.approx(POINT.horizon + again.final_gap_nats / WORTH.nats)
+    part = outcome(run, "moved-then-recompute", dataclasses.replace(POINT, lost="1/4"))
+    assert (part.formed, part.net_iterations) == (False, POINT.horizon)
 
 
 def test_auto_costs_what_the_way_costs_that_it_takes(run: Trajectory) -> None:
