@@ -68,7 +68,8 @@ class Context:
     Attributes:
         horizon_iterations: u, from the newest checkpoint to the failure.
         age_iterations: c, of the newest checkpoint.
-        learning_rate_ratio: learning rate at the checkpoint over the largest one so far, in [0, 1].
+        learning_rate_ratio: learning rate at the checkpoint, or the mean until the failure where that is larger, over
+            the largest one so far, in [0, 1].
         straightness: of the weights' path over the last 300 iterations (`straightness`), in [-1, 1].
         lost_share: of the state, that the failure takes, in (0, 1].
     """
@@ -252,11 +253,13 @@ def table() -> Table:
 
 def context_of(target: Target, newest: HistoryEntry, straightness: float = TYPICAL_STRAIGHTNESS) -> Context:
     """The context of a recovery at `target` from the newest checkpoint; `straightness` is of the path up to it."""
-    peak = target.peak_learning_rate
+    peak, ahead = target.peak_learning_rate, target.iteration - newest.iteration
+    # The table was fitted to rates that do not rise: where one does, the skipped iterations tell more than the first.
+    rate = max(newest.learning_rate, (target.time - newest.time) / ahead if ahead else 0.0)
     return Context(
-        horizon_iterations=float(target.iteration - newest.iteration),
+        horizon_iterations=float(ahead),
         age_iterations=float(newest.iteration),
-        learning_rate_ratio=min(1.0, newest.learning_rate / peak) if peak > 0 else 1.0,
+        learning_rate_ratio=min(1.0, rate / peak) if peak > 0 else 1.0,
         straightness=straightness,
         lost_share=target.lost_share,
     )

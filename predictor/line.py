@@ -91,9 +91,8 @@ class LinePredictor:
     them: the weights of the newest checkpoint. A line needs three usable checkpoints within the window, and goes no
     further ahead than it is fitted over, nor 10 intervals; where there is none, the reach is 0.
 
-    A horizon of 0 (without `Target.moves`), and one over which the learning rate was 0, leave the newest checkpoint
-    unchanged. A checkpoint
-    that holds NaN or infinity is left out and reported. An operator that some usable checkpoint has of an earlier
+    A horizon of 0 (without `Target.moves`), and a learning rate of 0, leave the newest checkpoint unchanged. One that
+    holds NaN or infinity is left out and reported. An operator that some usable checkpoint has of an earlier
     iteration, as sparse checkpoints have experts, keeps its newest value.
 
     Args:
@@ -190,9 +189,8 @@ class LinePredictor:
             return replace(plan, obstacle=nothing)
         if target.iteration == points[-1].iteration and not target.moves:
             return _unchanged(plan, "the failure is at a checkpoint: its weights, unchanged", target)
-        if target.iteration > points[-1].iteration and target.time == points[-1].time:
-            note = "the learning rate was 0 since the checkpoint: its weights, unchanged"
-            return _unchanged(plan, note, target)
+        if _pace(points[-1], target) == 0.0:
+            return _unchanged(plan, "the learning rate is 0 at the checkpoint: its weights, unchanged", target)
         return self._fitted(history, target, plan, points)
 
     def _fitted(self, history: History, target: Target, plan: Plan, points: Sequence[HistoryEntry]) -> Plan:

@@ -236,6 +236,11 @@ class RecoveryRow:
     sources: tuple[RecoverySource, ...] = ()
     created_unix_seconds: float = dataclasses.field(default_factory=time.time)
 
+    def __post_init__(self) -> None:
+        # Older versions wrote `stale` for older experts; what moves nothing is named in the settings, too.
+        if self.method == "stale" != self.settings.get("method"):
+            object.__setattr__(self, "method", Beginning.OLDER_EXPERTS.value)
+
     @property
     def beginning(self) -> Beginning:
         """What `method` stands for."""

@@ -119,8 +119,9 @@ def _source(restored: Restored) -> str:
 
 def _from(restored: Restored, tier: str) -> str:
     if tier == "predicted" and restored.stale:
-        skipped = f"; {restored.restored_iteration - (restored.checkpoint_iteration or 0)} iterations are skipped"
-        return f"with the weights of checkpoint {restored.checkpoint_iteration}{skipped}"
+        assert restored.forecast is not None
+        base = restored.forecast.settings["base_iteration"]
+        return f"with the weights of checkpoint {base}; {restored.restored_iteration - base} iterations are skipped"
     if tier == "predicted":
         used = 0 if restored.forecast is None else len(restored.forecast.settings.get("used_iterations", ()))
         fit = f" ({restored.method} over {used} checkpoints)" if used else f" ({restored.method})"

@@ -180,20 +180,21 @@ class StatePrediction:
                 moves=not rates,
             )
             forecast = self.predictor.forecast(history, target)
-            refusal = self._refusal(forecast, history, scalars, recomputed_iterations)
+            refusal = self._refusal(forecast, history, scalars, iteration, recomputed_iterations)
             if not self._group.all(refusal is None):
                 raise _refused(refusal or "another rank cannot predict its part", forecast, {})
             limited, guard = self._limit(history, forecast)
             if not guard["finite"]["accepted"]:
                 raise _refused(guard["finite"]["reason"], forecast, guard)
-            unmoved = take_dump is None and forecast.method == STALE_METHOD
+            # A checkpoint that is not finite is left out: its moments then go with the weights of one before it.
+            changed = take_dump is not None or forecast.settings["base_iteration"] != scalars.iteration
+            unmoved = not changed and forecast.method == STALE_METHOD
             loss_checkpoint = None if unmoved else self.probe_loss(scalars.probes)
             decided = time.perf_counter() - started
             lost = take_dump is None or not take_dump()
             if take_dump is not None and not self.finite():
                 raise _refused("what a rank left is not finite", forecast, guard)
             tries = attempts(limited, recomputed_iterations)
-            changed = take_dump is not None
             tried, reason, seconds = self._write_and_judge(
                 scalars, history, tries, loss_checkpoint, guard, lost=lost, changed=changed
             )
@@ -223,10 +224,15 @@ class StatePrediction:
         return lost / total if total else 1.0
 
     def _refusal(
-        self, forecast: Forecast, history: DiskHistory, scalars: Scalars, recomputed_iterations: int | None
+        self,
+        forecast: Forecast,
+        history: DiskHistory,
+        scalars: Scalars,
+        iteration: int,
+        recomputed_iterations: int | None,
     ) -> str | None:
         """Why this is not done, by the expected end costs; None where it may be; a collective."""
-        ahead = int(forecast.settings.get("horizon_iterations", 0))
+        ahead = iteration - scalars.iteration
         rival = math.inf
         if self._moves and recomputed_iterations is not None and ahead:
             here = Target(scalars.iteration, scalars.cumulative_learning_rate, scalars.peak_learning_rate, moves=True)
@@ -274,15 +280,16 @@ class StatePrediction:
         guard["tried"] = []
         for length, tried in tries:
             started = time.perf_counter()
-            if lost:
+            kept = tried.method == STALE_METHOD and not changed
+            if lost and not (kept and length == 1.0):  # else the engine has these weights already, unrounded
                 self._write(history, tried)
             written = time.perf_counter()
             self._adapter.push_down()
-            if changed or tried.method != STALE_METHOD:
-                accepted, reason = self.judge(scalars, loss_checkpoint, guard)
-            else:
+            if kept:
                 accepted, reason = True, "no loss veto: no weight was moved"
                 guard["loss"] = {"accepted": True, "reason": "not evaluated: no weight was moved"}
+            else:
+                accepted, reason = self.judge(scalars, loss_checkpoint, guard)
             guard["tried"].append({"length": length, **guard["loss"]})
             predict_seconds += written - started
             inject_seconds += time.perf_counter() - written

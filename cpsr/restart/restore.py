@@ -199,7 +199,8 @@ class Restorer:
         at = checkpoint.iteration
         sources = all_from("disk", at, len(candidate.parts))
         exact = self._injection.restore(checkpoint, sources, at, restart.failure_iteration, restart.load_seconds)
-        exact = replace(exact, data=self._injection.data_at(exact, restart.progress, candidate.iteration))
+        if candidate.iteration > at:
+            exact = replace(exact, data=self._injection.data_at(exact, restart.progress, candidate.iteration))
         recomputed = candidate.iteration - (restart.exact_iteration or 0) if restart.mode == "auto" else None
         return self._injection.advance(exact, candidate, checkpoint, recomputed)
 

@@ -1,4 +1,5 @@
 import dataclasses
+import json
 import math
 import os
 import random
@@ -128,6 +129,12 @@ def test_losses_are_the_newest_of_each_iteration(path: Path, journal: Journal) -
 def test_the_text_of_the_journal_says_what_the_state_was(method: str, beginning: Beginning, labelled: bool) -> None:
     assert recovery(method=method).beginning is beginning
     assert beginning.labelled == labelled
+
+
+def test_a_stale_state_is_told_from_the_older_experts_that_had_that_name() -> None:
+    assert recovery(method="stale", settings={"method": "stale"}).beginning is Beginning.PREDICTED
+    before = decode(RecoveryRow, json.dumps({**json.loads(encode(recovery())), "method": "stale"}))
+    assert (before.method, before.beginning) == ("older experts", Beginning.OLDER_EXPERTS)
 
 
 def test_how_long_each_life_has_trained_and_what_checkpoints_took(path: Path, journal: Journal) -> None:

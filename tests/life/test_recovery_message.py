@@ -20,7 +20,7 @@ LINE = Forecast(
     "the numbers of the fit",
     {"used_iterations": [60, 70, 80], "expected_deviation_iterations": 7.6, "move_iterations": -20.0},
 )
-STALE = Forecast("stale", True, {}, 7.6, "", {"used_iterations": [80], "expected_deviation_iterations": 2.0})
+STALE = Forecast("stale", True, {}, 7.6, "", {"base_iteration": 80, "expected_deviation_iterations": 2.0})
 UNCHECKED = {"loss": {"accepted": True, "reason": "not evaluated: no weight was moved"}}
 CHECKED: dict[str, Any] = {"loss": {"accepted": True, "reason": "", "loss_predicted": 1.2412, "loss_checkpoint": 1.52}}
 REFUSED: dict[str, Any] = {
@@ -58,6 +58,12 @@ PREDICTED = Restored(
             "Rank 1 was killed (SIGKILL) after iteration 91. All ranks continue at iteration 91, with the weights of "
             "checkpoint 80; 11 iterations are skipped. Stale state; expected cost 8 ± 2 iterations (exact: 11 "
             "iterations later). Not checked: no weight was moved.",
+        ),
+        (
+            replace(PREDICTED, forecast=replace(STALE, settings={"base_iteration": 60}), guard=UNCHECKED),
+            None,
+            "All ranks continue at iteration 91, with the weights of checkpoint 60; 31 iterations are skipped. Stale "
+            "state; expected cost 8 iterations (exact: 11 iterations later). Not checked: no weight was moved.",
         ),
         (
             replace(PREDICTED, forecast=STALE, sources=sources("departure", "predicted")),

@@ -116,9 +116,16 @@ def test_windows_hold_three_checkpoints_and_no_more_than_there_is(
 
 
 def test_without_a_line_there_is_the_checkpoint() -> None:
-    context = context_of(Target(30, 30.0, PEAK, 0.5), HistoryEntry(20, 20.0, PEAK / 2))
+    context = context_of(Target(30, 20.0 + 5 * PEAK, PEAK, 0.5), HistoryEntry(20, 20.0, PEAK / 2))
     assert context == Context(10.0, 20.0, 0.5, lost_share=0.5)
     assert candidates(context, []) == [STALE]
+
+
+def test_a_rate_that_rises_after_the_checkpoint_is_that_of_the_skipped_iterations() -> None:
+    warm = context_of(Target(1150, 10.0 + 135 * PEAK, PEAK), HistoryEntry(1000, 10.0, 0.0))
+    assert warm.learning_rate_ratio == pytest.approx(0.9)
+    falling = context_of(Target(1150, 10.0 + 15 * PEAK, PEAK), HistoryEntry(1000, 10.0, PEAK / 5))
+    assert falling.learning_rate_ratio == 0.2
 
 
 @given(st.integers(3, 40), st.integers(1, 400), st.integers(1, 300))

@@ -94,6 +94,13 @@ def test_a_learning_rate_of_zero_since_the_checkpoint_leaves_it_as_it_is(
     assert all(torch.equal(out[name], weights[-1][name]) for name in out)
 
 
+def test_a_move_at_a_learning_rate_of_zero_is_none_and_gains_nothing(make_history: MakeHistory) -> None:
+    history = make_history(ITERATIONS, walk(9))
+    history.entries = (*history.entries[:-1], replace(history.entries[-1], learning_rate=0.0))
+    forecast = LinePredictor().forecast(history, Target(1000, 1000.0, 1.0, moves=True))
+    assert (forecast.method, forecast.expected_end_cost_iterations) == ("stale", 0.0)
+
+
 @st.composite
 def situations(draw: st.DrawFn) -> tuple[list[HistoryEntry], Target]:
     """Checkpoints at irregular iterations and learning rates, some zero, and a failure after them."""

@@ -1,3 +1,4 @@
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,9 @@ from cpsr.checkpoint.tiers import Source
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import CheckpointError
 from cpsr.predictor.calibration import MOVE_TERMS, SKIP_TERMS, Curve, Table
+from cpsr.predictor.protocol import Forecast, History, Target
+from cpsr.predictor.vitp import VITPPredictor
+from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restore import Restored
 from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
@@ -46,7 +50,9 @@ def settings(run_dir: Path, mode: Mode = "predict", **sections: Any) -> dict[str
     return {"run_dir": str(run_dir), "mode": mode, "checkpoint": checkpoint, "restart": restart, **sections}
 
 
-def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict", **sections: Any) -> Restored:
+def fail_at(
+    iterations: int, run_dir: Path, mode: Mode = "predict", not_finite_at: int | None = None, **sections: Any
+) -> Restored:
     """A life that ends in its training loop; how it began."""
     model, adapter = job()
 
@@ -55,6 +61,8 @@ def fail_at(iterations: int, run_dir: Path, mode: Mode = "predict", **sections: 
             adapter.optimizer.zero_grad()
             model(batch).backward()
             adapter.optimizer.step()
+            if recovery.iteration == not_finite_at:
+                model.linear.bias.data.fill_(math.nan)
             since = recovery.iteration - 1 - recovery.restored.restored_iteration
             if since > 0 and since % INTERVAL == 0:  # the snapshot of the step before is complete
                 wait_until_committed(run_dir, recovery.iteration - 1)
@@ -132,3 +140,42 @@ def test_auto_takes_the_way_that_is_expected_to_cost_least(
     if restored.predicted:
         assert restored.expected_end_cost_iterations is not None
         assert restored.expected_end_cost_iterations < 3  # what recomputing costs
+    if at == 20:
+        assert restored.scalars is not None
+        assert restored.data == restored.scalars.data  # with the random states of batches that are drawn ahead
+
+
+def test_every_rank_asks_as_often_whether_or_not_it_can_predict_its_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(23, tmp_path, "auto", predictor={"move": True})
+    asked: list[int] = []
+
+    def none(_predictor: VITPPredictor, _history: History, target: Target) -> Forecast:
+        asked.append(target.iteration)
+        return Forecast("vitp", False, {}, 3.0, "no operator here was saved in every checkpoint", {})
+
+    monkeypatch.setattr(VITPPredictor, "forecast", none)
+    assert fail_at(24, tmp_path, "auto", predictor={"move": True}).method == "exact"
+    assert asked == [23, 20, 20]  # another rank, which can, also asks what a move would cost
+
+
+def test_weights_before_a_checkpoint_that_is_not_finite_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpsr.predictor.line.table", costs(0.9, 0.1))
+    fail_at(23, tmp_path, not_finite_at=20)
+    restored = fail_at(24, tmp_path)
+    assert restored.forecast is not None
+    assert restored.forecast.settings["base_iteration"] == 15
+    assert restored.guard["loss"]["reason"] == "vetoed: the loss at the checkpoint is nan"
+    assert (restored.method, restored.restored_iteration) == ("exact", 20)
+
+
+def test_a_stale_state_has_the_weights_of_the_checkpoint_unrounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cpsr.predictor.line.table", costs(0.9, 0.1))
+    monkeypatch.setattr(StatePrediction, "_write", lambda *_: pytest.fail("what is read from a history is float32"))
+    fail_at(23, tmp_path)
+    assert fail_at(24, tmp_path).method == "stale"

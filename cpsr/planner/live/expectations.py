@@ -210,13 +210,16 @@ def _lost_share(recoveries: Iterable[RecoveryRow]) -> float:
 
 def _was_predicted(recovery: RecoveryRow) -> bool:
     """Whether a state was predicted, kept or not; a forecast may also have been too dear."""
-    asked = "context" in recovery.settings
+    asked = "context" in recovery.settings and not _was_moved_back(recovery)
     return asked and (recovery.outcome == "vetoed" or recovery.method == recovery.settings.get("method"))
 
 
+def _was_moved_back(recovery: RecoveryRow) -> bool:
+    """Whether the checkpoint's weights were moved at the checkpoint itself, whatever was lost: nothing was skipped."""
+    return recovery.beginning.predicted and recovery.restored_iteration == recovery.checkpoint_iteration
+
+
 def _share(recovery: RecoveryRow) -> float | None:
-    """Share of the state that was lost, as the choice of the state has recorded it; all may be moved back at c."""
-    if recovery.beginning.predicted and recovery.restored_iteration == recovery.checkpoint_iteration:
-        return None
-    share = recovery.settings.get("lost_share")
+    """Share of the state that was lost, as the choice of the state has recorded it."""
+    share = None if _was_moved_back(recovery) else recovery.settings.get("lost_share")
     return None if share is None else float(share)

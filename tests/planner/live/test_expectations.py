@@ -80,15 +80,18 @@ def test_all_curves_of_a_run(journal: Journal) -> None:
     assert [kind for kind, _ in found.to_rows()] == ["failure_rate", "loss", "predictor"]
 
 
-def test_a_restart_that_found_a_prediction_too_dear_is_none_that_was_kept(journal: Journal) -> None:
-    for number, (method, outcome) in enumerate([("line", "kept"), ("exact", "vetoed"), ("exact", "kept")]):
+def test_a_restart_that_found_a_prediction_too_dear_or_moved_the_checkpoint_is_none_that_was_kept(
+    journal: Journal,
+) -> None:
+    ended = [("line", "kept", 90), ("exact", "vetoed", 50), ("exact", "kept", 50), ("line", "kept", 50)]
+    for number, (method, outcome, restored) in enumerate(ended):
         journal.record(
             RecoveryRow(
                 id=str(number),
                 life=number,
                 failure_iteration=90,
                 checkpoint_iteration=50,
-                restored_iteration=90 if method == "line" else 50,
+                restored_iteration=restored,
                 method=method,
                 requested_mode="auto",
                 settings={"method": "line", "context": {"interval_iterations": 50.0}},
