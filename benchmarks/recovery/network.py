@@ -58,7 +58,7 @@ def main(
         head = _pretrained([window for run in runs for window in taken[run]])
         source = {"source": json.dumps(_source(taken))}
         write_tensors(weights, {"parameters": head.parameters.detach()}, source)
-        call.console.print(f"weights: {weights}; their worth: cpsr bench recovery --methods predicted,predicted-vitp")
+        call.console.print(f"weights: {weights}; their worth: cpsr bench recovery --methods predicted,predicted-line")
 
 
 def _source(taken: Mapping[PriorRun, Sequence[Windows]]) -> dict[str, Any]:
