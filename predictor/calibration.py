@@ -25,11 +25,13 @@ from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = [
     "HORIZON_ITERATIONS",
+    "LOWEST_RATE",
     "MIN_CHECKPOINTS",
     "MOVE_TERMS",
     "SKIP_TERMS",
     "STALE",
     "WINDOWS_ITERATIONS",
+    "YOUNGEST_ITERATIONS",
     "Context",
     "Curve",
     "Direction",
@@ -57,6 +59,10 @@ REACH_OF_WINDOW = (0.1, 0.2, 0.35, 0.5, 0.7, 0.85)
 FURTHEST_ITERATIONS = 200  # the table saw no further
 # The furthest failure in the table's fit; there is no expectation beyond it.
 HORIZON_ITERATIONS = 200
+# The youngest checkpoint in it. A younger path may be straighter than any that was measured.
+YOUNGEST_ITERATIONS = 150
+# The lowest learning rate in it, over its peak. Below it weights hardly move, and a move has not been seen to gain.
+LOWEST_RATE = 0.05
 Direction = Literal["line", "vitp"]
 _Array = NDArray[numpy.float64]
 
@@ -222,9 +228,13 @@ class Table:
         )
 
     def expected(self, context: Context, setting: Setting) -> Expected:
-        """The cost of a setting."""
+        """The cost of a setting; beyond what was measured no less than recomputing."""
         skip, skip_variance = self.skip.cost(skip_terms(context), context.lost_share)
         move, move_variance = self.move.cost(move_terms(context, setting), context.lost_share)
+        if context.learning_rate_ratio < LOWEST_RATE:
+            move = max(move, 0.0)
+        if context.horizon_iterations > HORIZON_ITERATIONS or context.age_iterations < YOUNGEST_ITERATIONS:
+            skip = max(skip, context.horizon_iterations - move)
         return Expected(max(skip, 0.0), move, math.sqrt(skip_variance + move_variance))
 
     def best(self, context: Context, candidates: Sequence[Setting], deviations: float) -> tuple[Setting, Expected]:

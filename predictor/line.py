@@ -207,16 +207,13 @@ class LinePredictor:
         considered = candidates(context, windows, self._gain, self._directions)
         considered = [one for one in considered if one != STALE or not self._always_moves]
         setting, expected = table().best(context, considered, CAUTION_DEVIATIONS)
-        skip = expected.skip_iterations
-        if beyond:
-            skip = max(skip, context.horizon_iterations - expected.move_iterations)
         reach = setting.reach_iterations * _pace(points[-1], target)
         settings: dict[str, Any] = {
             "window_iterations": int(setting.window_iterations),
             "reach_iterations": setting.reach_iterations,
             "reach_time": reach,
             "direction": setting.direction,
-            "skip_iterations": skip,
+            "skip_iterations": expected.skip_iterations,
             "move_iterations": expected.move_iterations,
             "expected_deviation_iterations": expected.deviation_iterations,
             "lost_share": target.lost_share,

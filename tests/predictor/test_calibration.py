@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.predictor.calibration import (
+    HORIZON_ITERATIONS,
+    LOWEST_RATE,
     MOVE_TERMS,
     REACH_OF_WINDOW,
     SKIP_TERMS,
     STALE,
+    YOUNGEST_ITERATIONS,
     Context,
     Curve,
     Setting,
@@ -51,6 +54,22 @@ def test_a_part_of_the_state_costs_less_than_its_share_and_is_as_uncertain() -> 
     whole, part = (small_table(0.05).expected(replace(CONTEXT, lost_share=share), SETTING) for share in (1.0, 0.25))
     assert (part.skip_iterations, part.move_iterations) == (42.0 / 16, -15.0)
     assert part.deviation_iterations == pytest.approx(0.25 * whole.deviation_iterations)
+
+
+@pytest.mark.parametrize(
+    "beyond", [{"age_iterations": YOUNGEST_ITERATIONS - 1}, {"horizon_iterations": HORIZON_ITERATIONS + 1}]
+)
+@pytest.mark.parametrize("setting", [STALE, SETTING])
+def test_beyond_what_was_measured_nothing_costs_less_than_recomputing(beyond: dict[str, int], setting: Setting) -> None:
+    context = replace(CONTEXT, straightness=0.9, learning_rate_ratio=0.5, lost_share=0.1, **beyond)
+    assert table().expected(context, setting).bound(0.5) >= context.horizon_iterations
+
+
+def test_a_move_gains_nothing_at_a_rate_that_was_not_measured() -> None:
+    low, lower = (
+        replace(CONTEXT, learning_rate_ratio=rate, straightness=0.9) for rate in (LOWEST_RATE, LOWEST_RATE / 2)
+    )
+    assert table().expected(low, SETTING).move_iterations < 0.0 <= table().expected(lower, SETTING).move_iterations
 
 
 def test_the_lowest_expectation_among_the_safe_settings_is_chosen() -> None:

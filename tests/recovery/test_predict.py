@@ -74,7 +74,7 @@ def test_late_in_a_falling_schedule_auto_goes_on_from_the_checkpoint_and_skips_t
 ) -> None:
     interval = {"checkpoint": {"interval_iterations": 10}}
     killed(fault="step:1:13", committed=10, zero=1, optimizer=LATE, settings=interval)
-    back = job.launch(mode="auto", optimizer=LATE, settings=interval)
+    back = job.launch(mode="auto", optimizer=LATE, settings=interval, known_young=True)
     assert back.statuses == [0, 0], back.output[0][-3000:]
     reference = uninterrupted(iterations=10, optimizer=LATE, settings=interval)
     for rank in range(2):

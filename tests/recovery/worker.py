@@ -39,6 +39,7 @@ from cpsr.experts.in_memory import InMemory
 from cpsr.fitter.phases import PhaseDetector
 from cpsr.learning import learning
 from cpsr.planner.live import job_planner
+from cpsr.predictor import calibration
 from cpsr.predictor.guard import Guard
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.state.codec import encode
@@ -88,6 +89,7 @@ class Options(LifeOptions):
         odd_rank: a rank whose model has a buffer of another shape.
         apart: an iteration after which rank 1 moves its weights by itself.
         unsampled: move an element that the samples of a snapshot do not show, in a wider model.
+        known_young: what failures cost is known of so young a run, too.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
         hidden_bytes: of experts, that an iteration hides, in place of what is measured.
@@ -115,6 +117,7 @@ class Options(LifeOptions):
     odd_rank: int | None = None
     apart: int | None = None
     unsampled: bool = False
+    known_young: bool = False
     late: tuple[int, int] | None = None
     began: bool = False
     hidden_bytes: float = 0.0
@@ -141,6 +144,8 @@ def main(options: Options, rank: int, ranks: int) -> None:
         setattr(job_planner, "PhaseDetector", partial(PhaseDetector, **lengths))  # noqa: B010 - mypy refuses it otherwise
     if options.config.get("mode") == "predict":
         always_predict(options.window_iterations or None, "vitp" if options.turns else "line")
+    if options.known_young:
+        calibration.YOUNGEST_ITERATIONS = 0
     if options.unpredicted:
         learning.LIMIT_BYTES = 1
     initialize_ranks(options.result)

@@ -1,5 +1,4 @@
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -109,13 +108,14 @@ def test_a_state_in_memory_that_cannot_be_read_leaves_the_checkpoint_as_it_is(
         assert torch.equal(model.linear.weight, kept[2 * INTERVAL])
 
 
-def costs(skip: float, move: float) -> Callable[[], Table]:
-    """A table by which an iteration that is skipped, and one of a move, cost so much beyond doubt."""
+def price(monkeypatch: pytest.MonkeyPatch, skip: float, move: float) -> None:
+    """An iteration that is skipped, and one of a move, cost so much beyond doubt, however young the run is."""
     curves = [
         Curve(numpy.eye(count)[0] * cost, 1e-9 * numpy.eye(count), 1.0)
         for count, cost in ((len(SKIP_TERMS), skip), (len(MOVE_TERMS), move))
     ]
-    return lambda: Table(curves[0], curves[1], {})
+    monkeypatch.setattr("cpsr.predictor.line.table", lambda: Table(curves[0], curves[1], {}))
+    monkeypatch.setattr("cpsr.predictor.calibration.YOUNGEST_ITERATIONS", 0)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def costs(skip: float, move: float) -> Callable[[], Table]:
 def test_auto_takes_the_way_that_is_expected_to_cost_least(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skip: float, move: float, asked: bool, method: str, at: int
 ) -> None:
-    monkeypatch.setattr("cpsr.predictor.line.table", costs(skip, move))
+    price(monkeypatch, skip, move)
     fail_at(23, tmp_path, "auto", predictor={"move": asked})
     restored = fail_at(24, tmp_path, "auto", predictor={"move": asked})
     assert (restored.method, restored.restored_iteration) == (method, at), restored.reason
@@ -163,7 +163,7 @@ def test_every_rank_asks_as_often_whether_or_not_it_can_predict_its_part(
 def test_weights_before_a_checkpoint_that_is_not_finite_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cpsr.predictor.line.table", costs(0.9, 0.1))
+    price(monkeypatch, 0.9, 0.1)
     fail_at(23, tmp_path, not_finite_at=20)
     restored = fail_at(24, tmp_path)
     assert restored.forecast is not None
@@ -175,7 +175,7 @@ def test_weights_before_a_checkpoint_that_is_not_finite_are_judged(
 def test_a_stale_state_has_the_weights_of_the_checkpoint_unrounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cpsr.predictor.line.table", costs(0.9, 0.1))
+    price(monkeypatch, 0.9, 0.1)
     monkeypatch.setattr(StatePrediction, "_write", lambda *_: pytest.fail("what is read from a history is float32"))
     fail_at(23, tmp_path)
     assert fail_at(24, tmp_path).method == "stale"
