@@ -19,6 +19,7 @@ from cpsr.checkpoint.catalogue import scan
 from cpsr.checkpoint.memory_states import MemoryState
 from cpsr.checkpoint.verify import verify_run
 from cpsr.journal import JournalReader, RecoveryRow
+from cpsr.predictor.protocol import STALE_METHOD
 
 __all__ = ["Judge", "Step", "impossible_guard", "impossible_sources", "steps_of"]
 
@@ -110,7 +111,11 @@ class Judge:
             known = self._noted[rank].get(iteration)
             if known is not None and note["state"] != known:
                 self.differs.append(f"rank {rank} began at {iteration} ({source}) with other bits than it had there")
-        if source == "predicted" and note["state"] in self._noted[rank].values():
+        if source == "predicted" and note["method"] == STALE_METHOD:
+            known = self._noted[rank].get(note["checkpoint_iteration"])
+            if known is not None and note["state"] != known:
+                self.differs.append(f"rank {rank} was to have the checkpoint's state at {iteration}, and has another")
+        elif source == "predicted" and note["state"] in self._noted[rank].values():
             self.differs.append(f"rank {rank} was to be predicted at {iteration}, and holds an old state")
 
     def _see_record(self, life: Life, start: dict[str, Any], before: Remains, row: RecoveryRow | None) -> None:

@@ -196,7 +196,7 @@ def test_what_broke_the_group_does_not_come_back_for_ever(tmp_path: Path) -> Non
 
 
 def test_the_label_of_a_predicted_state_survives_a_departure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpsr.life.probation.WATCH_ITERATIONS", 2)
+    monkeypatch.setattr("cpsr.predictor.divergence_watch.WATCH_ITERATIONS", 2)
 
     def life(until: int, mode: str, *, crash: bool = True) -> CPSRRecovery:
         loop = Loop()
