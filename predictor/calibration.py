@@ -220,7 +220,7 @@ class Table:
 
     def takes(self, direction: Direction) -> bool:
         """Whether that direction is expected to cost less than the line's, at the peak rate or late in a training."""
-        late, peak = (Context(50.0, 1000.0, rate) for rate in (0.0, 1.0))
+        late, peak = (Context(50.0, 1000.0, rate) for rate in (LOWEST_RATE, 1.0))
         straight, other = Setting(200.0, 100.0), Setting(200.0, 100.0, direction)
         return any(
             self.expected(context, other).move_iterations < self.expected(context, straight).move_iterations

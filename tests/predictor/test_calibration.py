@@ -84,6 +84,7 @@ def test_the_network_is_followed_where_the_rate_has_decayed() -> None:
     late = replace(CONTEXT, learning_rate_ratio=0.1)
     both = candidates(late, [300], directions=("line", "vitp"))
     assert table().best(late, both, 0.5)[0].direction == "vitp"
+    assert table().takes("vitp"), "what is followed is trained for"
     assert {one.direction for one in candidates(late, [300])} == {"line"}
 
 
