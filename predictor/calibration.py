@@ -41,6 +41,7 @@ __all__ = [
     "candidates",
     "context_of",
     "move_terms",
+    "reaches",
     "skip_terms",
     "table",
     "windows",
@@ -298,10 +299,11 @@ def candidates(
         Setting(window, reach, direction)
         for direction in directions
         for window in windows_iterations
-        for reach in _reaches(window, None if gain is None else gain * context.horizon_iterations)
+        for reach in (reaches(window) if gain is None else [gain * context.horizon_iterations])
     ]
     return moves if gain is not None else [STALE, *moves]
 
 
-def _reaches(window: float, given: float | None) -> list[float]:
-    return [min(share * window, FURTHEST_ITERATIONS) for share in REACH_OF_WINDOW] if given is None else [given]
+def reaches(window_iterations: float) -> list[float]:
+    """How far a line over such a window may be followed, in iterations, ascending."""
+    return [min(share * window_iterations, FURTHEST_ITERATIONS) for share in REACH_OF_WINDOW]

@@ -118,7 +118,7 @@ def attempts(forecast: Forecast, recomputed_iterations: float | None) -> Iterato
         limit = recomputed_iterations
         if limit is None and length == 0.0:
             limit = float(forecast.settings.get("horizon_iterations", 0.0))
-        if limit is None or tried.bound_iterations < limit:
+        if limit is None or tried.is_safe(limit):
             yield length, tried
 
 

@@ -109,8 +109,12 @@ class Forecast:
 
     @property
     def bound_iterations(self) -> float:
-        """What it costs with `CAUTION_DEVIATIONS` more: that must be less than recomputing."""
+        """What it costs with `CAUTION_DEVIATIONS` more."""
         return self.expected_end_cost_iterations + CAUTION_DEVIATIONS * self.expected_deviation_iterations
+
+    def is_safe(self, recomputed_iterations: float) -> bool:
+        """Whether it can be done, and certainly costs less than recomputing."""
+        return self.feasible and self.bound_iterations < recomputed_iterations
 
 
 class Ranks:

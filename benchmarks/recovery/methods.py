@@ -4,7 +4,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from cpsr.benchmarks.recovery.trajectory import Trajectory
 from cpsr.errors import ConfigError
 from cpsr.predictor.guard import Guard, attempts, measure, shorten
 from cpsr.predictor.line import LinePredictor
-from cpsr.predictor.protocol import Forecast, History, Target
+from cpsr.predictor.protocol import STALE_METHOD, Forecast, History, Target
 from cpsr.predictor.vitp import VITPPredictor
 
 __all__ = [
@@ -103,10 +103,9 @@ def target_of(trajectory: Trajectory, iteration: int, lost_share: float = 1.0) -
 def decide(failure: Failure) -> str:
     """Which of its ways the product takes in mode `auto`; the guard may still refuse a prediction."""
     _, _, forecast = _forecast(VITPPredictor(), failure)
-    bound = forecast.bound_iterations
-    if not forecast.feasible or bound >= failure.point.horizon:
+    if not forecast.is_safe(failure.point.horizon):
         return RECOMPUTE
-    return STALE if forecast.method == STALE else PREDICTED
+    return STALE if forecast.method == STALE_METHOD else PREDICTED
 
 
 def _forecast(predictor: LinePredictor, failure: Failure) -> tuple[LinePredictor, History, Forecast]:
@@ -119,6 +118,7 @@ def _forecast(predictor: LinePredictor, failure: Failure) -> tuple[LinePredictor
     return predictor, history, predictor.forecast(history, target_of(trajectory, point.failure, failure.part.share))
 
 
+@lru_cache(maxsize=2)  # of one failure: the control, the placebo and others take what was predicted
 def _predicted(make: Callable[[], LinePredictor], failure: Failure) -> Formed:
     """The checkpoint moved by a predictor, whatever it expects that to cost; None where the guard refuses it."""
     predictor, history, forecast = _forecast(make(), failure)

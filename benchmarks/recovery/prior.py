@@ -32,13 +32,12 @@ from cpsr.benchmarks.recovery.workload import (
     trained_with,
 )
 from cpsr.predictor.calibration import (
-    FURTHEST_ITERATIONS,
     MIN_CHECKPOINTS,
     MOVE_TERMS,
-    REACH_OF_WINDOW,
     SKIP_TERMS,
     WINDOW_SHARE_OF_AGE,
     Table,
+    reaches,
 )
 from cpsr.predictor.line import LinePredictor
 from cpsr.predictor.protocol import Target
@@ -55,7 +54,6 @@ INTERVALS = (10, 20, 30, 50, 70, 100)
 FRACTIONS = (0.15, 0.95)
 HORIZON_SHARES = (0.4, 1.0)
 WINDOWS = (60, 100, 150, 200, 300)
-SHORTEST_REACH_OF_WINDOW = 0.1
 SETTINGS = 2  # of the line, drawn at each failure
 PREDICTED_EVERY = 4  # failures of a run at which a move is also made from the checkpoint: do the two add up?
 # Every so many failures of a run take one shard of the state; the rest take all of it.
@@ -267,8 +265,7 @@ def _draw_setting(at: _Failure, draw: random.Random) -> dict[str, Any]:
     widest = min(WINDOW_SHARE_OF_AGE * at.checkpoint, at.checkpoint - at.interval)
     three = (MIN_CHECKPOINTS - 1) * at.interval
     window = draw.choice([window for window in WINDOWS if three <= window <= widest] or [three])
-    furthest = min(REACH_OF_WINDOW[-1] * window, FURTHEST_ITERATIONS)
-    shortest = SHORTEST_REACH_OF_WINDOW * window
+    shortest, *_, furthest = reaches(window)
     reach = shortest * (furthest / shortest) ** draw.random()
     return {"window_iterations": window, "gain": reach / (at.failure - at.checkpoint)}
 

@@ -13,9 +13,7 @@ from sklearn.model_selection import GroupKFold
 
 from cpsr.benchmarks.recovery.end_cost import IterationWorth, end_cost_iterations
 from cpsr.predictor.calibration import (
-    FURTHEST_ITERATIONS,
     MOVE_TERMS,
-    REACH_OF_WINDOW,
     STALE,
     WINDOW_SHARE_OF_AGE,
     Context,
@@ -23,6 +21,7 @@ from cpsr.predictor.calibration import (
     Setting,
     Table,
     move_terms,
+    reaches,
     skip_terms,
 )
 from cpsr.predictor.checkpoint_series import path_places, straightness
@@ -76,8 +75,7 @@ class Measured:
     def allowed(self) -> bool:
         """Whether the product would go as far."""
         window, reach = self.setting.window_iterations, self.setting.reach_iterations
-        furthest = min(REACH_OF_WINDOW[-1] * window, FURTHEST_ITERATIONS)
-        return reach <= furthest and window <= WINDOW_SHARE_OF_AGE * self.context.age_iterations
+        return reach <= reaches(window)[-1] and window <= WINDOW_SHARE_OF_AGE * self.context.age_iterations
 
 
 @dataclass(frozen=True)

@@ -237,12 +237,12 @@ class StatePrediction:
         if self._moves and recomputed_iterations is not None and ahead:
             here = Target(scalars.iteration, scalars.cumulative_learning_rate, scalars.peak_learning_rate, moves=True)
             moved = self.predictor.forecast(history, here)
-            if moved.feasible and ahead + moved.bound_iterations < recomputed_iterations:
+            if moved.is_safe(recomputed_iterations - ahead):
                 rival = ahead + moved.expected_end_cost_iterations
         if not forecast.feasible:
             return f"prediction is not feasible: {forecast.reason}"
         cost = f"{forecast.expected_end_cost_iterations:.0f} ± {forecast.expected_deviation_iterations:.0f}"
-        if recomputed_iterations is not None and forecast.bound_iterations >= recomputed_iterations:
+        if recomputed_iterations is not None and not forecast.is_safe(recomputed_iterations):
             return (
                 f"recomputing {recomputed_iterations} iterations is the safer choice: the expected end cost of a "
                 f"prediction is {cost}"

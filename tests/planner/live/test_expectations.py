@@ -80,41 +80,33 @@ def test_all_curves_of_a_run(journal: Journal) -> None:
     assert [kind for kind, _ in found.to_rows()] == ["failure_rate", "loss", "predictor"]
 
 
+def recovery(number: int, method: str, restored_iteration: int, **others: Any) -> RecoveryRow:
+    """After a failure at 90, from checkpoint 50."""
+    return RecoveryRow(
+        id=str(number),
+        life=number,
+        failure_iteration=90,
+        checkpoint_iteration=50,
+        restored_iteration=restored_iteration,
+        method=method,
+        requested_mode="auto",
+        **others,
+    )
+
+
 def test_a_restart_that_found_a_prediction_too_dear_or_moved_the_checkpoint_is_none_that_was_kept(
     journal: Journal,
 ) -> None:
     ended = [("line", "kept", 90), ("exact", "vetoed", 50), ("exact", "kept", 50), ("line", "kept", 50)]
     for number, (method, outcome, restored) in enumerate(ended):
-        journal.record(
-            RecoveryRow(
-                id=str(number),
-                life=number,
-                failure_iteration=90,
-                checkpoint_iteration=50,
-                restored_iteration=restored,
-                method=method,
-                requested_mode="auto",
-                settings={"method": "line", "context": {"interval_iterations": 50.0}},
-                outcome=outcome,  # type: ignore[arg-type]
-            )
-        )
+        settings = {"method": "line", "context": {"interval_iterations": 50.0}}
+        journal.record(recovery(number, method, restored, settings=settings, outcome=outcome))
     assert fitted(journal).outcomes == {"kept": 1, "vetoed": 1}
 
 
 def test_the_mean_share_counts_one_whole_failure_in_advance_and_no_checkpoint_that_was_moved(journal: Journal) -> None:
     for number, (method, restored, share) in enumerate([("line", 90, 0.25), ("exact", 50, 0.25), ("line", 50, 1.0)]):
-        journal.record(
-            RecoveryRow(
-                id=str(number),
-                life=number,
-                failure_iteration=90,
-                checkpoint_iteration=50,
-                restored_iteration=restored,
-                method=method,
-                requested_mode="auto",
-                settings={"method": "line", "lost_share": share},
-            )
-        )
+        journal.record(recovery(number, method, restored, settings={"method": "line", "lost_share": share}))
     assert fitted(journal).lost_share == pytest.approx((1.0 + 0.25 + 0.25) / 3)
 
 
