@@ -90,6 +90,10 @@ GROUPS: tuple[tuple[str, OptimizerName, float, tuple[Schedule, ...], tuple[int, 
     ("gpt-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0), 112),
     ("gpt-0.1M-descriptions", "adamw", 3.842e-3, ("cosine10",), (-2, 0), 114),
     ("gpt-0.1M", "muon", 1.476e-2, ("cosine10",), (0,), 116),
+    ("conv-0.1M", "adamw", 7.530e-3, ("cosine10", "wsd"), (-2, 0), 120),
+    ("conv-0.1M", "sgd", 2.744e-1, ("cosine10",), (-2, 0), 124),
+    ("lstm-0.2M", "adamw", 2.893e-2, ("cosine10", "wsd"), (-2, 0), 128),
+    ("lstm-0.2M", "sgd", 2.066, ("cosine10",), (-2, 0), 132),
 )
 
 

@@ -1,8 +1,8 @@
-"""Models and data that the recovery benchmark trains: a GPT and an LSTM on several texts, and a conv net on digits."""
+"""Models and data that the recovery benchmark trains: a GPT, an LSTM and a conv net on several texts."""
 
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -20,7 +20,6 @@ __all__ = [
     "FINAL_CHUNKS",
     "SEED_STRIDE",
     "TASKS",
-    "DigitsTask",
     "Task",
     "TextTask",
     "batch_generator",
@@ -30,17 +29,13 @@ __all__ = [
 FINAL_CHUNKS = 64  # at the end of a training, where a gap of one iteration is some 0.0002 nats
 FINAL_CHUNK_SAMPLES = 8
 BATCH_WINDOWS = 8
-BATCH_IMAGES = 32
 SEED_STRIDE = 1_000_003  # a prime far above any iteration: no two (seed, iteration) share a generator's seed
 CONTEXT = 64  # bytes of a window: it keeps a step of a GPT at 10 to 25 ms on one core
 # Every so many pieces of a text are held out: a twelfth of it.
 TOPICS_VALIDATION_EVERY = 12
 PACKAGES_VALIDATION_EVERY = 14
 TEXT_BYTES = 8_000_000  # more than a training sees
-# Held-out digits are every fifth image; noise and shifts make every image new, or a training would learn them by heart.
-DIGITS_VALIDATION_EVERY = 5
-NOISE = 0.5  # standard deviation, of pixels between 0 and 1
-FINAL_SEED = -1  # of the noise in the images that the end is judged on
+CONV_KERNEL, CONV_DILATIONS = 3, (1, 2, 4, 8)
 
 _Text = tuple[torch.Tensor, torch.Tensor]  # training and held-out bytes
 
@@ -159,6 +154,28 @@ class LSTM(nn.Module):
         return losses.mean(1)
 
 
+class ConvNet(nn.Module):
+    """A byte-level causal conv net of 0.1 million weights, that sees the 31 bytes before the one it predicts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(256, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in CONV_DILATIONS)
+        self.wide = nn.ModuleList(nn.Conv1d(64, 64, CONV_KERNEL, dilation=dilation) for dilation in CONV_DILATIONS)
+        self.narrow = nn.ModuleList(nn.Conv1d(64, 64, 1) for _ in CONV_DILATIONS)
+        self.head = nn.Linear(64, 256)
+
+    def losses(self, windows: torch.Tensor) -> torch.Tensor:
+        """Loss of each int64 window: `(batch,)`."""
+        hidden = self.token(windows[:, :-1])
+        for norm, wide, narrow, dilation in zip(self.norms, self.wide, self.narrow, CONV_DILATIONS, strict=True):
+            before = functional.pad(norm(hidden).transpose(1, 2), ((CONV_KERNEL - 1) * dilation, 0))
+            hidden = hidden + narrow(functional.gelu(wide(before))).transpose(1, 2)
+        logits = self.head(hidden).transpose(1, 2)
+        losses: torch.Tensor = functional.cross_entropy(logits, windows[:, 1:], reduction="none")
+        return losses.mean(1)
+
+
 class TextTask:
     """Next-byte prediction (a `Task`); a batch is `(8, context + 1)` int64 windows at random places.
 
@@ -184,7 +201,7 @@ class TextTask:
 
     def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
         """Mean cross-entropy in nats a byte."""
-        return cast(GPT | LSTM, model).losses(batch).mean()
+        return cast(GPT | LSTM | ConvNet, model).losses(batch).mean()
 
     def final_losses(self, model: nn.Module) -> torch.Tensor:
         """Mean loss of each chunk of eight held-out windows, the same in all runs."""
@@ -192,7 +209,7 @@ class TextTask:
         count = FINAL_CHUNKS * FINAL_CHUNK_SAMPLES
         starts = torch.linspace(0, self._held_out.numel() - self._context - 1, count).long()
         chunks = self._windows(self._held_out, starts).view(FINAL_CHUNKS, FINAL_CHUNK_SAMPLES, -1)
-        return torch.stack([cast(GPT | LSTM, model).losses(chunk.to(device)).mean() for chunk in chunks])
+        return torch.stack([cast(GPT | LSTM | ConvNet, model).losses(chunk.to(device)).mean() for chunk in chunks])
 
     def _windows(self, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         return text[starts[:, None] + torch.arange(self._context + 1)].long()
@@ -201,68 +218,6 @@ class TextTask:
 def gpt_task(config: GPTConfig, text: str = "library") -> TextTask:
     """A GPT of that shape on a text."""
     return TextTask(partial(GPT, config), text, config.context)
-
-
-# Images
-
-_Images = tuple[torch.Tensor, torch.Tensor]  # (n, 1, 8, 8) float32, and (n,) int64 labels
-
-
-@cache
-def _digits() -> tuple[_Images, _Images]:
-    """Training and held-out images of scikit-learn's digits."""
-    from sklearn.datasets import load_digits  # a second, for this one task
-
-    pixels, labels = load_digits(return_X_y=True)
-    images = torch.tensor(pixels / 16.0, dtype=torch.float32).view(-1, 1, 8, 8)
-    known = torch.tensor(labels, dtype=torch.int64)
-    held_out = torch.arange(len(images)) % DIGITS_VALIDATION_EVERY == 0
-    return (images[~held_out], known[~held_out]), (images[held_out], known[held_out])
-
-
-class DigitsTask:
-    """Noisy digits, moved by a pixel at most, named by a conv net of 0.06 million weights (a `Task`)."""
-
-    def __init__(self) -> None:
-        self._training, self._held_out = _digits()
-
-    def model(self) -> nn.Module:
-        """A new model, initialised from torch's default generator."""
-        return nn.Sequential(
-            *(nn.Conv2d(1, 32, 3, padding=1), nn.BatchNorm2d(32, affine=True, track_running_stats=False), nn.ReLU()),
-            *(nn.Conv2d(32, 48, 3, padding=1), nn.BatchNorm2d(48, affine=True, track_running_stats=False), nn.ReLU()),
-            *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(768, 64), nn.ReLU(), nn.Linear(64, 10)),
-        )
-
-    def batch(self, seed: int, iteration: int) -> _Images:
-        """Training images with new noise."""
-        generator = batch_generator(seed, iteration)
-        images, labels = self._training
-        chosen = torch.randint(len(images), (BATCH_IMAGES,), generator=generator)
-        return _noisy(images[chosen], generator), labels[chosen]
-
-    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
-        """Mean cross-entropy in nats an image."""
-        images, labels = batch
-        return functional.cross_entropy(model(images), labels)
-
-    def final_losses(self, model: nn.Module) -> torch.Tensor:
-        """Mean loss of each chunk of held-out images, the same in all runs."""
-        device = next(model.parameters()).device
-        return torch.stack([self.loss(model, [part.to(device) for part in chunk]) for chunk in self._final_chunks()])
-
-    def _final_chunks(self) -> Iterator[_Images]:
-        images, labels = self._held_out
-        for chunk in range(FINAL_CHUNKS):
-            generator = batch_generator(FINAL_SEED, chunk)
-            chosen = torch.randint(len(images), (4 * BATCH_IMAGES,), generator=generator)
-            yield _noisy(images[chosen], generator), labels[chosen]
-
-
-def _noisy(images: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    down, right = (int(shift) for shift in torch.randint(-1, 2, (2,), generator=generator))
-    moved = torch.roll(images, (down, right), (2, 3))
-    return moved + NOISE * torch.randn(images.shape, generator=generator)
 
 
 # By name
@@ -281,5 +236,5 @@ TASKS: dict[str, Callable[[], Task]] = {
     "gpt-0.4M-debian": partial(gpt_task, _MEDIUM, "debian"),
     "lstm-0.2M": partial(TextTask, LSTM),
     "lstm-0.2M-perl": partial(TextTask, LSTM, "perl"),
-    "conv-0.1M": DigitsTask,
+    "conv-0.1M": partial(TextTask, ConvNet),
 }
