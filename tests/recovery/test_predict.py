@@ -91,6 +91,24 @@ def test_late_in_a_falling_schedule_auto_goes_on_from_the_checkpoint_and_skips_t
     assert "with the weights of checkpoint 10; 3 iterations are skipped. Stale state" in messages[-1]
 
 
+def test_on_request_all_ranks_move_the_checkpoint_and_recompute(
+    job: Job, killed: Killed, uninterrupted: Uninterrupted
+) -> None:
+    move = {"predictor": {"move": True}}
+    killed(**KILL, zero=1, settings=move)
+    back = job.launch(mode="auto", settings=move, known_young=True, costs=(1.5, -0.1))
+    assert back.statuses == [0, 0], back.output[0][-3000:]
+    for rank in range(2):
+        result = back.result(rank)
+        assert (result["started"]["iteration"], result["started"]["method"]) == (CHECKPOINT, "line")
+        assert result["batches"] == uninterrupted().result(rank)["batches"][CHECKPOINT:]
+        assert result["state"] != uninterrupted().result(rank)["state"]
+    recovery = recovery_of(job)
+    assert recovery.settings["skip_iterations"] == 0.0
+    assert recovery.expected_end_cost_iterations is not None
+    assert recovery.expected_end_cost_iterations < FAILURE - CHECKPOINT
+
+
 def test_a_vetoed_displacement_is_tried_at_shorter_lengths(job: Job, killed: Killed) -> None:
     killed(**KILL, zero=1, settings=NO_RISE)
     back = job.launch(mode="predict", settings=NO_RISE, gain=7.0)

@@ -39,11 +39,12 @@ from cpsr.experts.in_memory import InMemory
 from cpsr.fitter.phases import PhaseDetector
 from cpsr.learning import learning
 from cpsr.planner.live import job_planner
-from cpsr.predictor import calibration
+from cpsr.predictor import calibration, line
 from cpsr.predictor.guard import Guard
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.state.codec import encode
 from tests.committed import keep_pace
+from tests.costs import priced
 from tests.device import ON_CUDA
 from tests.recovery.engines import (
     BATCH,
@@ -90,6 +91,7 @@ class Options(LifeOptions):
         apart: an iteration after which rank 1 moves its weights by itself.
         unsampled: move an element that the samples of a snapshot do not show, in a wider model.
         known_young: what failures cost is known of so young a run, too.
+        costs: of an iteration that is skipped, and of one of a move; see `priced`.
         began: leave the weights that this life began with beside the result.
         late: a rank whose device is a number of steps behind its host, and that number.
         hidden_bytes: of experts, that an iteration hides, in place of what is measured.
@@ -118,6 +120,7 @@ class Options(LifeOptions):
     apart: int | None = None
     unsampled: bool = False
     known_young: bool = False
+    costs: tuple[float, float] | None = None
     late: tuple[int, int] | None = None
     began: bool = False
     hidden_bytes: float = 0.0
@@ -146,6 +149,9 @@ def main(options: Options, rank: int, ranks: int) -> None:
         always_predict(options.window_iterations or None, "vitp" if options.turns else "line")
     if options.known_young:
         calibration.YOUNGEST_ITERATIONS = 0
+    if options.costs is not None:
+        table = priced(*options.costs)
+        setattr(line, "table", lambda: table)  # noqa: B010 - mypy refuses it otherwise
     if options.unpredicted:
         learning.LIMIT_BYTES = 1
     initialize_ranks(options.result)

@@ -2,7 +2,6 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -11,7 +10,6 @@ from cpsr import CPSRRecovery
 from cpsr.checkpoint.tiers import Source
 from cpsr.engines.torch import TorchAdapter
 from cpsr.errors import CheckpointError
-from cpsr.predictor.calibration import MOVE_TERMS, SKIP_TERMS, Curve, Table
 from cpsr.predictor.protocol import Forecast, History, Target
 from cpsr.predictor.vitp import VITPPredictor
 from cpsr.restart.prediction import StatePrediction
@@ -19,6 +17,7 @@ from cpsr.restart.restore import Restored
 from cpsr.restart.sources import MemorySources
 from cpsr.state.shard import Shard
 from tests.committed import wait_until_committed
+from tests.costs import priced
 
 INTERVAL = 5
 Mode = Literal["auto", "predict", "exact"]
@@ -109,12 +108,8 @@ def test_a_state_in_memory_that_cannot_be_read_leaves_the_checkpoint_as_it_is(
 
 
 def price(monkeypatch: pytest.MonkeyPatch, skip: float, move: float) -> None:
-    """An iteration that is skipped, and one of a move, cost so much beyond doubt, however young the run is."""
-    curves = [
-        Curve(numpy.eye(count)[0] * cost, 1e-9 * numpy.eye(count), 1.0)
-        for count, cost in ((len(SKIP_TERMS), skip), (len(MOVE_TERMS), move))
-    ]
-    monkeypatch.setattr("cpsr.predictor.line.table", lambda: Table(curves[0], curves[1], {}))
+    """See `priced`, however young the run is."""
+    monkeypatch.setattr("cpsr.predictor.line.table", lambda: priced(skip, move))
     monkeypatch.setattr("cpsr.predictor.calibration.YOUNGEST_ITERATIONS", 0)
 
 
