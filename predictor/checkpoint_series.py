@@ -123,7 +123,7 @@ def window_start(entries: Sequence[HistoryEntry], window_iterations: int) -> int
 PATH_ITERATIONS = 300
 MIN_DIFFERENCES, MAX_DIFFERENCES = 2, 19  # as many as the statistics of a run keep
 # Where the weights are not looked at: the median over the failures that the prior table is fitted to.
-TYPICAL_STRAIGHTNESS = 0.29
+TYPICAL_STRAIGHTNESS = 0.26
 FURTHEST_FACTOR = 2.0  # a noisy model's straightness may be next to nothing
 DIGITS = 3  # ranks add their parts up in any order
 

@@ -4,7 +4,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -183,12 +183,12 @@ def _show(call: Measurement, table: Table, judged: Sequence[Judged]) -> None:
     ]
     headings = ("term", "coefficient", "between families", "power of the lost share")
     call.table("Skip and move, in iterations", headings, rows)
-    figures = [field.name for field in fields(Judged)][2:]
+    figures = ["skip_deviation", "move_deviation", "stale", "expected", "chosen", "dearer", "regret", "own_regret"]
     lines = [(one.family, str(one.failures), *(f"{getattr(one, name):.2f}" for name in figures)) for one in judged]
     weights = numpy.array([one.horizon_iterations for one in judged])
     pooled = numpy.array([[getattr(one, name) for one in judged] for name in figures]) @ weights / weights.sum()
     lines.append(("all, by horizon", str(sum(one.failures for one in judged)), *(f"{value:.2f}" for value in pooled)))
-    columns = [name.replace("_", " ").replace(" iterations", "") for name in figures]
+    columns = [name.replace("_", " ") for name in figures]
     call.table("Each family by the table without it, in shares of u", ("family", "failures", *columns), lines)
 
 

@@ -28,14 +28,15 @@ from cpsr.predictor.checkpoint_series import path_places, straightness
 from cpsr.predictor.protocol import CAUTION_DEVIATIONS, HistoryEntry
 from cpsr.predictor.statistics import merged
 
-__all__ = ["Judged", "Measured", "Part", "fit", "judge", "measured_of", "noise"]
+__all__ = ["Judged", "Measured", "Part", "fit", "judge", "measured_of"]
 
 # Residuals beyond three robust deviations count less (Huber's weights): a few recoveries end far off.
 HUBER_DEVIATIONS = 3.0
 ROUNDS = 10
-# Scatter of a single cost around its family's expectation: as many iterations, and this share of what is skipped or
-# moved. Residuals of held-out families are 2 iterations below a size of 10, and 21 at 100.
-NOISE_ITERATIONS, NOISE_SHARE = 2.0, 0.2
+# Scatter of a single cost around its expectation: as many nats, whatever an iteration is worth, and this share of what
+# is skipped or moved. Of GPTs, whose iterations are worth some 0.0003 nats, residuals of held-out families are 2
+# iterations below a size of 10, and 21 at 100.
+NOISE_NATS, NOISE_SHARE = 6.5e-4, 0.2
 MIN_FAMILIES = 3  # a spread between families needs some
 LOST_EXPONENTS = (1.0, 3.0)  # searched; a part costs its share at most
 # What the network's direction costs beside the line's, over `reach * (1 - rate)`: 3.5 and 2.3 iterations less at 75% of
@@ -57,9 +58,10 @@ class Measured:
         failure: number of the failure among all.
         context: of the failure.
         setting: of the move; `STALE` for the skip alone.
-        alone: moved at the exact state, with nothing lost: the cost of the move alone.
-        cost_iterations: as measured.
-        move_iterations: of the move: the cost, or what it differs from the skip's; None for a skip.
+        cost_iterations: of both, as measured, or the sum of the two where each was measured alone.
+        noise_iterations: what chance alone makes of a cost where little is skipped or moved.
+        move_iterations: of the move alone: measured with nothing lost, or what the cost differs from the skip's; None
+            for a skip.
     """
 
     family: str
@@ -67,9 +69,16 @@ class Measured:
     failure: int
     context: Context
     setting: Setting
-    alone: bool
     cost_iterations: float
+    noise_iterations: float
     move_iterations: float | None = None
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of the cost around its run's expectation, up to a common factor."""
+        trained = self.context.horizon_iterations * self.context.learning_rate_ratio
+        size = trained if self.move_iterations is None else self.setting.reach_iterations
+        return self.noise_iterations + NOISE_SHARE * self.context.lost_share * size
 
     @property
     def allowed(self) -> bool:
@@ -85,12 +94,14 @@ class Part:
     Attributes:
         terms: `(n, terms)`; the first of them is what is skipped or moved.
         costs: in iterations, `(n,)`.
+        noise: standard deviation of each around its run's expectation, up to a common factor, `(n,)`.
         lost_shares: of the state, `(n,)`.
         families: names, `(n,)`.
     """
 
     terms: _Array
     costs: _Array
+    noise: _Array
     lost_shares: _Array
     families: NDArray[numpy.str_]
 
@@ -115,6 +126,7 @@ class Judged:
         inside_68: share of the measured costs within one deviation, their own noise included.
         inside_95: within two.
         stale: cost of going on from the checkpoint.
+        expected: what that was expected to cost.
         chosen: cost of the rule's choices; 1 recomputes.
         recomputed: share of the failures at which it recomputes.
         dearer: share that cost more than recomputing.
@@ -131,6 +143,7 @@ class Judged:
     inside_68: float
     inside_95: float
     stale: float
+    expected: float
     chosen: float
     recomputed: float
     dearer: float
@@ -144,21 +157,20 @@ def measured_of(
     """The rows of `collect`, their final gaps in iterations; what diverged is left out."""
     found: list[Measured] = []
     for number, row in enumerate(rows):
+        run, context = row["run"], _context(row)
+        family, worth = family_of[run], worths[run]
         skip: float | None = None
         for recovery in row["recoveries"]:
             if recovery["final_gap_nats"] is None:
                 continue
-            cost = end_cost_iterations(recovery["final_gap_nats"], worths[row["run"]])
-            context, alone = _context(row), recovery.get("alone", False)
+            cost, chance = end_cost_iterations(recovery["final_gap_nats"], worth), NOISE_NATS / worth.nats
             if recovery["setting"] is None:
-                setting, skip, move = STALE, cost, None
-            elif not alone and skip is None:  # the skip diverged: there is no difference
-                continue
-            else:
+                skip = cost
+                found.append(Measured(family, run, number, context, STALE, cost, chance))
+            elif skip is not None:  # else the skip diverged
                 setting = _setting(recovery["setting"], context)
-                move = cost if alone or skip is None else cost - skip
-            family = family_of[row["run"]]
-            found.append(Measured(family, row["run"], number, context, setting, alone, cost, move))
+                both, move = (skip + cost, cost) if recovery.get("alone", False) else (cost, cost - skip)
+                found.append(Measured(family, run, number, context, setting, both, chance, move))
     return found
 
 
@@ -204,15 +216,9 @@ def _part(measured: Sequence[Measured]) -> Part:
     for one in measured:
         skip = one.move_iterations is None
         terms = skip_terms(one.context) if skip else move_terms(one.context, one.setting)
-        share = 1.0 if one.alone else one.context.lost_share
         cost = one.cost_iterations if one.move_iterations is None else one.move_iterations
-        rows.append((terms, cost, share, one.family))
+        rows.append((terms, cost, one.noise, one.context.lost_share, one.family))
     return Part(*map(numpy.array, zip(*rows, strict=True)))
-
-
-def noise(terms: _Array, lost_shares: _Array) -> _Array:
-    """Standard deviation of each single cost around its run's expectation, up to a common factor; `(n,)`."""
-    return NOISE_ITERATIONS + NOISE_SHARE * lost_shares * numpy.abs(terms[:, 0])
 
 
 def _curve(part: Part) -> Curve:
@@ -244,7 +250,7 @@ def _rows(part: Part, places: NDArray[numpy.int64]) -> Part:
 
 def _regression(part: Part) -> tuple[_Array, _Array]:
     """Bayesian ridge regression with Huber's weights: coefficients, and their covariance for given families."""
-    scale = noise(part.terms, part.lost_shares)
+    scale = part.noise
     terms, costs = part.terms / scale[:, None], part.costs / scale
     sizes = numpy.sqrt(numpy.mean(terms**2, axis=0))
     sizes[sizes == 0.0] = 1.0  # a term that was never drawn keeps its prior
@@ -262,7 +268,7 @@ def _lost_exponent(parts: Part, mean: _Array) -> float:
     """The power of the share that the costs of lost parts follow; 1 without any."""
     if not len(parts.costs):
         return LOST_EXPONENTS[0]
-    whole, scale = parts.terms @ mean, noise(parts.terms, parts.lost_shares)
+    whole, scale = parts.terms @ mean, parts.noise
 
     def misfit(exponent: float) -> float:
         return float(numpy.sum(numpy.abs(parts.costs - parts.lost_shares**exponent * whole) / scale))
@@ -278,9 +284,7 @@ def judge(measured: Sequence[Measured]) -> list[Judged]:
     judged = []
     for family in families:
         mine = [one for one in measured if one.family == family and one.context.lost_share == 1.0]
-        arms = [one for one in mine if not one.alone and (one.setting == STALE or one.allowed)]
-        known = {(one.failure, one.setting) for one in arms if one.setting == STALE}
-        arms = [one for one in arms if (one.failure, STALE) in known]
+        arms = [one for one in mine if one.setting == STALE or one.allowed]
         others = [one for one in measured if one.family != family]
         judged.append(Judged(family, **_errors(arms, fit(others, {})), **_choices(arms, fit(others, {}), _own(mine))))
     return judged
@@ -300,7 +304,7 @@ def _errors(arms: Sequence[Measured], table: Table) -> dict[str, Any]:
     errors = measured - [one.end_cost_iterations for one in expected]
     stated = numpy.array([one.deviation_iterations for one in expected])
     sizes = numpy.hypot(horizons, [one.setting.reach_iterations for one in arms])
-    single = numpy.hypot(stated, NOISE_ITERATIONS + NOISE_SHARE * sizes)
+    single = numpy.hypot(stated, [one.noise_iterations for one in arms] + NOISE_SHARE * sizes)
     stale = numpy.array([one.setting == STALE for one in arms])
     deviations = [
         float(numpy.abs(errors[of]).sum() / horizons[of].sum()) if of.any() else 0.0 for of in (stale, ~stale)
@@ -314,6 +318,7 @@ def _errors(arms: Sequence[Measured], table: Table) -> dict[str, Any]:
         "inside_68": float(numpy.mean(numpy.abs(errors) < single)),
         "inside_95": float(numpy.mean(numpy.abs(errors) < 2 * single)),
         "stale": float(measured[stale].sum() / horizons[stale].sum()),
+        "expected": float((measured - errors)[stale].sum() / horizons[stale].sum()),
     }
 
 

@@ -32,12 +32,11 @@ def drawn(families: int, failures: int, noise: float) -> tuple[list[Measured], l
         name = f"family-{family}"
         skip = context.horizon_iterations * context.learning_rate_ratio * (1.6 - shares[family])
         skip += draw.normal(0.0, noise)
-        found.append(Measured(name, name, number, context, STALE, alone=False, cost_iterations=skip))
+        found.append(Measured(name, name, number, context, STALE, skip, 2.0))
         for reach in draw.uniform(10, 200, 4):
             setting = Setting(300.0, reach)
             move = -shares[family] * reach + draw.normal(0.0, noise)
-            found.append(Measured(name, name, number, context, setting, True, move, move))
-            found.append(Measured(name, name, number, context, setting, False, skip + move, move))
+            found.append(Measured(name, name, number, context, setting, skip + move, 2.0, move))
     return found, shares
 
 
@@ -86,7 +85,7 @@ def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     worth = IterationWorth(2e-5, 1e-6, TINY.iterations)
     stale, alone, predicted, *_ = measured_of([first, second], {TINY.name: worth}, {TINY.name: "tiny"})
     assert stale.cost_iterations == pytest.approx(first["recoveries"][0]["final_gap_nats"] / worth.nats)
-    assert alone.move_iterations == alone.cost_iterations
+    assert alone.cost_iterations == pytest.approx(stale.cost_iterations + alone.move_iterations)
     assert predicted.move_iterations == pytest.approx(predicted.cost_iterations - stale.cost_iterations)
     assert alone.setting == predicted.setting
     assert first["lost_share"] == 1.0
@@ -107,9 +106,10 @@ def test_no_run_of_the_prior_is_one_that_is_reported_and_each_keeps_its_seed() -
     """Recoveries in the cache are of the name and the seed."""
     assert not {run.workload.name for run in RUNS} & set(WORKLOADS)
     named = {run.workload.name: run.seed for run in RUNS}
-    assert len(set(named.values())) == len(RUNS) == 17
+    assert len(set(named.values())) == len(RUNS) == 29
     kinds = "cosine-4", "cosine10+0", "wsd+1", "sgd-cosine10-2", "descriptions-cosine10+0", "muon-cosine10+0"
     assert [named[f"prior-gpt-0.1M-{kind}"] for kind in kinds] == [100, 106, 111, 112, 115, 116]
+    assert (named["prior-conv-0.1M-sgd-cosine10-2"], named["prior-lstm-0.2M-wsd+0"]) == (124, 131)
 
 
 def test_the_network_is_pretrained_alike_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
