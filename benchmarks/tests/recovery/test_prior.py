@@ -85,6 +85,7 @@ def test_collecting_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest
     worth = IterationWorth(2e-5, 1e-6, TINY.iterations)
     stale, alone, predicted, *_ = measured_of([first, second], {TINY.name: worth}, {TINY.name: "tiny"})
     assert stale.cost_iterations == pytest.approx(first["recoveries"][0]["final_gap_nats"] / worth.nats)
+    assert alone.move_iterations is not None
     assert alone.cost_iterations == pytest.approx(stale.cost_iterations + alone.move_iterations)
     assert predicted.move_iterations == pytest.approx(predicted.cost_iterations - stale.cost_iterations)
     assert alone.setting == predicted.setting
