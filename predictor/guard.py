@@ -60,13 +60,23 @@ def measure(
     """
     names = tuple(history.operators if operators is None else operators)
     row_of = {name: place for place, name in enumerate(names)}
-    gaps = max(len(history.entries) - 1, 0)
-    result = Displacements(names, _zeros(len(names)), _zeros(len(names), gaps), _zeros(len(names)))
     for operator in history.operators:
         if operator not in row_of:
             raise ValueError(f"operator '{operator}' is missing in the list of operators to measure")
+    zeros = torch.zeros(len(names), max(len(history.entries) - 1, 0), dtype=torch.float64, device="cpu")
+    result = Displacements(names, zeros.new_zeros(len(names)), zeros, zeros.new_zeros(len(names)))
     for operator, start, values in pieces:
-        _add_piece(result, row_of[operator], history, forecast, operator, start, values)
+        place, stop = row_of[operator], start + values.numel()
+        used = [position for position, value in enumerate(forecast.coefficients[operator]) if value != 0.0]
+        older = read_piece(history, operator, used[0], start, stop)
+        for gap, position in enumerate(used[1:]):
+            newer = read_piece(history, operator, position, start, stop)
+            result.history_squared[place, gap] += _squared(newer - older)
+            older = newer
+        moved_squared = _squared(values - older)
+        result.predicted_squared[place] += moved_squared
+        if not math.isfinite(moved_squared):  # NaN and infinity reach the norm: else none is there to be counted
+            result.not_finite[place] += float(values.numel() - int(torch.isfinite(values).sum()))
     return result
 
 
@@ -120,36 +130,6 @@ def attempts(forecast: Forecast, recomputed_iterations: float | None) -> Iterato
             limit = float(forecast.settings.get("horizon_iterations", 0.0))
         if limit is None or tried.is_safe(limit):
             yield length, tried
-
-
-def _zeros(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=torch.float64, device="cpu")
-
-
-def _used(forecast: Forecast, operator: str) -> list[int]:
-    return [position for position, value in enumerate(forecast.coefficients[operator]) if value != 0.0]
-
-
-def _add_piece(
-    result: Displacements,
-    place: int,
-    history: History,
-    forecast: Forecast,
-    operator: str,
-    start: int,
-    values: torch.Tensor,
-) -> None:
-    used = _used(forecast, operator)
-    stop = start + values.numel()
-    older = read_piece(history, operator, used[0], start, stop)
-    for gap, position in enumerate(used[1:]):
-        newer = read_piece(history, operator, position, start, stop)
-        result.history_squared[place, gap] += _squared(newer - older)
-        older = newer
-    moved_squared = _squared(values - older)
-    result.predicted_squared[place] += moved_squared
-    if not math.isfinite(moved_squared):  # NaN and infinity reach the norm: else none is there to be counted
-        result.not_finite[place] += float(values.numel() - int(torch.isfinite(values).sum()))
 
 
 def _squared(values: torch.Tensor) -> float:
