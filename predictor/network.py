@@ -14,7 +14,6 @@ from importlib import resources
 
 import numpy
 import torch
-from numpy.typing import NDArray
 from safetensors.numpy import load
 from torch.nn import functional
 
@@ -54,32 +53,27 @@ TINY = 1e-12
 # What `cpsr bench network` has pretrained: one tensor, `parameters`.
 WEIGHTS = "vitp_weights.safetensors"
 
-Matrix = NDArray[numpy.float64]
 
-
-def _shapes() -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "features.weight": (DIMENSION, FEATURES),
-        "features.bias": (DIMENSION,),
-        "time.weight": (DIMENSION, 1 + 2 * len(TIME_FREQUENCIES)),
-        "position": (MAX_SNAPSHOTS, DIMENSION),
-        "query": (DIMENSION,),
-    }
-    for layer in range(LAYERS):
-        shapes |= {
-            f"{layer}.norm1": (2, DIMENSION),
-            f"{layer}.attention.weight": (3 * DIMENSION, DIMENSION),
-            f"{layer}.attention.bias": (3 * DIMENSION,),
-            f"{layer}.mix.weight": (DIMENSION, DIMENSION),
-            f"{layer}.norm2": (2, DIMENSION),
-            f"{layer}.hidden.weight": (HIDDEN, DIMENSION),
-            f"{layer}.hidden.bias": (HIDDEN,),
-            f"{layer}.back.weight": (DIMENSION, HIDDEN),
-        }
-    return shapes | {"norm": (2, DIMENSION), "head.weight": (1, DIMENSION)}
-
-
-SHAPES = _shapes()
+LAYER_SHAPES = {
+    "norm1": (2, DIMENSION),
+    "attention.weight": (3 * DIMENSION, DIMENSION),
+    "attention.bias": (3 * DIMENSION,),
+    "mix.weight": (DIMENSION, DIMENSION),
+    "norm2": (2, DIMENSION),
+    "hidden.weight": (HIDDEN, DIMENSION),
+    "hidden.bias": (HIDDEN,),
+    "back.weight": (DIMENSION, HIDDEN),
+}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "features.weight": (DIMENSION, FEATURES),
+    "features.bias": (DIMENSION,),
+    "time.weight": (DIMENSION, 1 + 2 * len(TIME_FREQUENCIES)),
+    "position": (MAX_SNAPSHOTS, DIMENSION),
+    "query": (DIMENSION,),
+    **{f"{layer}.{name}": shape for layer in range(LAYERS) for name, shape in LAYER_SHAPES.items()},
+    "norm": (2, DIMENSION),
+    "head.weight": (1, DIMENSION),
+}
 PARAMETERS = sum(math.prod(shape) for shape in SHAPES.values())
 
 
@@ -112,9 +106,9 @@ class Geometry:
         largest = rates.max()
         scalars = numpy.stack([(times - times[-1]) / span, rates / largest if largest > 0 else rates, gaps], axis=1)
         return Geometry(
-            _float32(line / numpy.linalg.norm(line)),
-            _float32(split.low + split.mid),
-            _float32(scalars),
+            torch.from_numpy(line / numpy.linalg.norm(line)).float(),
+            torch.from_numpy(split.low + split.mid).float(),
+            torch.from_numpy(scalars).float(),
             float((time - times[-1]) / span),
         )
 
@@ -148,15 +142,10 @@ def corrections(parameters: torch.Tensor, geometry: Geometry, products: torch.Te
     Returns:
         `(B, K)` float32: rows over the snapshots that sum to 0, in the low and mid band, against `geometry.line`.
     """
-    weights = _named(parameters)
+    pieces = torch.split(parameters, [math.prod(shape) for shape in SHAPES.values()])
+    weights = {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
     answers = _transformed(weights, _tokens(weights, geometry, products))
     return (answers - answers.mean(dim=1, keepdim=True)) @ geometry.denoised
-
-
-def _named(parameters: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views of the flat vector's parts, by name, in its order."""
-    pieces = torch.split(parameters, [math.prod(shape) for shape in SHAPES.values()])
-    return {name: piece.view(shape) for (name, shape), piece in zip(SHAPES.items(), pieces, strict=True)}
 
 
 def cosines(rows: torch.Tensor, others: torch.Tensor, products: torch.Tensor) -> torch.Tensor:
@@ -196,15 +185,10 @@ def _tokens(weights: Mapping[str, torch.Tensor], geometry: Geometry, products: t
     snapshots = functional.linear(features, weights["features.weight"], weights["features.bias"])
     times = torch.cat([geometry.scalars[:, 0], torch.tensor([geometry.query], dtype=torch.float32, device="cpu")])
     query = weights["query"].expand(batch, 1, DIMENSION)
-    timed = torch.cat([snapshots, query], dim=1) + _time_embedding(weights, times)
-    positions = torch.cat([weights["position"][:count].flip(0), torch.zeros_like(weights["position"][:1])])
-    return timed + positions
-
-
-def _time_embedding(weights: Mapping[str, torch.Tensor], times: torch.Tensor) -> torch.Tensor:
     phases = 2.0 * math.pi * torch.outer(times, torch.tensor(TIME_FREQUENCIES, dtype=torch.float32, device="cpu"))
     waves = torch.cat([times.unsqueeze(1), phases.cos(), phases.sin()], dim=1)
-    return functional.linear(waves, weights["time.weight"])
+    timed = torch.cat([snapshots, query], dim=1) + functional.linear(waves, weights["time.weight"])
+    return timed + functional.pad(weights["position"][:count].flip(0), (0, 0, 0, 1))  # the query has none
 
 
 def _transformed(weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> torch.Tensor:
@@ -228,7 +212,3 @@ def _transformed(weights: Mapping[str, torch.Tensor], tokens: torch.Tensor) -> t
 def _normed(tokens: torch.Tensor, scale_and_shift: torch.Tensor) -> torch.Tensor:
     scale, shift = scale_and_shift.unbind()  # one call, where two indices are two
     return functional.layer_norm(tokens, (DIMENSION,), scale, shift)
-
-
-def _float32(values: Matrix) -> torch.Tensor:
-    return torch.from_numpy(values).float()

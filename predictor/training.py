@@ -169,22 +169,20 @@ class Head:
             loss = -taken.agreement(parameters, *taken.draw(generator))
             (gradient,) = torch.autograd.grad(loss, [parameters])
             after = Head(parameters.detach(), self.exp_avg.clone(), self.exp_avg_sq.clone(), self.steps + 1)
-            with torch.no_grad():
-                adamw(
-                    [after.parameters],
-                    [gradient],
-                    [after.exp_avg],
-                    [after.exp_avg_sq],
-                    [],
-                    [torch.tensor(float(self.steps), dtype=torch.float32, device="cpu")],
-                    foreach=False,
-                    fused=True,
-                    amsgrad=False,
-                    beta1=BETA1,
-                    beta2=BETA2,
-                    lr=LEARNING_RATE,
-                    weight_decay=WEIGHT_DECAY,
-                    eps=EPSILON,
-                    maximize=False,
-                )
+            adamw(
+                [after.parameters],
+                [gradient],
+                [after.exp_avg],
+                [after.exp_avg_sq],
+                [],
+                [torch.tensor(float(self.steps), dtype=torch.float32, device="cpu")],
+                fused=True,
+                amsgrad=False,
+                beta1=BETA1,
+                beta2=BETA2,
+                lr=LEARNING_RATE,
+                weight_decay=WEIGHT_DECAY,
+                eps=EPSILON,
+                maximize=False,
+            )
             return after
