@@ -66,7 +66,7 @@ class Watch:
         self._tolerance_nats = tolerance_nats
         self._first_iteration: int | None = None
         self._recent: deque[float] = deque(maxlen=MEDIAN_LOSSES)
-        self._final: WatchDecision | None = None
+        self._decision: WatchDecision | None = None  # the newest
 
     def observe(self, iteration: int, loss: float) -> WatchDecision:
         """Take the next mean training loss; the first call sets where the watch begins.
@@ -75,15 +75,12 @@ class Watch:
             iteration: ascending; iterations may be missing.
             loss: mean over all ranks, in nats; every rank must pass the same number to decide alike.
         """
-        if self._final is not None:
-            return self._final
         if self._first_iteration is None:
             self._first_iteration = iteration
-        self._recent.append(loss)
-        decision = self._decide(iteration, iteration - self._first_iteration + 1, loss)
-        if decision.status != "watching":
-            self._final = decision
-        return decision
+        if self._decision is None or self._decision.status == "watching":
+            self._recent.append(loss)
+            self._decision = self._decide(iteration, iteration - self._first_iteration + 1, loss)
+        return self._decision
 
     def _decide(self, iteration: int, elapsed: int, loss: float) -> WatchDecision:
         allowed = self._allowed(elapsed)
