@@ -134,9 +134,9 @@ class Ranks:
         """Sums of float64 matrices by operator over the ranks that give one."""
         return dict(products)
 
-    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
-        return shared
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank: plain data, or a tensor that has the same shape everywhere."""
+        return value
 
     def is_mine(self, operator: str) -> bool:
         """Whether this rank learns from an operator; a replicated one has one rank that does."""

@@ -164,12 +164,12 @@ class VITPPredictor(LinePredictor):
         Raises:
             ValueError: the target lies before the newest entry, or the history is not ascending or not finite in time.
         """
-        self._seen = frozenset(self.ranks.broadcast({"seen": list(self._statistics.seen)})["seen"])
+        self._seen = frozenset(self.ranks.broadcast(list(self._statistics.seen)))
         plan = self._agreed_plan(history, target)
         forecast = self._report(history, target, plan)
         if plan.settings.get("direction") != "vitp" or not plan.moves:  # on all ranks or none
             return replace(forecast, method="line" if plan.moves else forecast.method)
-        parameters = self.ranks.broadcast({"parameters": self._head.parameters})["parameters"]
+        parameters = self.ranks.broadcast(self._head.parameters)
         products = self._path(history, plan.whole, plan.window)
         own = {operator: products[operator] for operator in plan.whole if operator in products}
         rows = _turned_rows(plan, history, own, parameters)

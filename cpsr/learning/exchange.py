@@ -61,32 +61,21 @@ class Exchange(Ranks):
         Raises:
             ValueError: ranks have matrices of different sizes for one operator (on every rank).
         """
-        sizes: dict[str, set[int]] = {}
-        for part in self._group.gather({name: len(matrix) for name, matrix in products.items()}):
-            for name, size in part.items():
-                sizes.setdefault(name, set()).add(size)
-        for name, found in sizes.items():
+        parts: list[dict[str, int]] = self._group.gather({name: len(matrix) for name, matrix in products.items()})
+        sizes = {name: size for part in parts for name, size in part.items()}
+        for name, size in sizes.items():
+            found = {part.get(name, size) for part in parts}
             if len(found) > 1:
                 raise ValueError(f"'{name}' has {sorted(found)} differences on different ranks: their histories differ")
-        shapes = {name: (size, size) for name in sorted(sizes) for size in sizes[name]}
-        everything = [
-            products.get(name, torch.zeros(shape, dtype=torch.float64, device="cpu")).reshape(-1)
-            for name, shape in shapes.items()
-        ]
-        if not everything:
+        if not sizes:
             return {}
-        total = self._group.reduce(torch.cat(everything))
-        parts = torch.split(total, [rows * columns for rows, columns in shapes.values()])
-        return {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        nothing = torch.zeros(max(sizes.values()) ** 2, dtype=torch.float64, device="cpu")
+        own = [products[name].reshape(-1) if name in products else nothing[: size**2] for name, size in sizes.items()]
+        summed = torch.split(self._group.reduce(torch.cat(own)), [size**2 for size in sizes.values()])
+        return {name: one.view(size, size) for (name, size), one in zip(sizes.items(), summed, strict=True)}
 
-    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """Rank 0's numbers and tensors, on every rank; tensors have the same shapes everywhere."""
-        plain = {name: value for name, value in shared.items() if not isinstance(value, torch.Tensor)}
-        numbers: dict[str, Any] = self._group.broadcast(plain) if plain else {}
-        is_first = self._group.rank == 0
-        tensors = {
-            name: self._group.reduce(value.clone() if is_first else torch.zeros_like(value))
-            for name, value in shared.items()
-            if isinstance(value, torch.Tensor)
-        }
-        return {**numbers, **tensors}
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank: plain data, or a tensor that has the same shape everywhere."""
+        if not isinstance(value, torch.Tensor):
+            return self._group.broadcast(value)
+        return self._group.reduce(value.clone() if self._group.rank == 0 else torch.zeros_like(value))

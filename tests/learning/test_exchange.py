@@ -26,8 +26,7 @@ SCRIPT = textwrap.dedent(
         "reduce": {name: matrix.tolist() for name, matrix in exchange.reduce(own).items()},
         "nothing": exchange.reduce({}),
     }
-    shared = exchange.broadcast({"updates": rank + 3, "parameters": torch.ones(2) * (rank + 1)})
-    found["broadcast"] = {"updates": shared["updates"], "parameters": shared["parameters"].tolist()}
+    found["broadcast"] = [exchange.broadcast([rank + 3]), exchange.broadcast(torch.ones(2) * (rank + 1)).tolist()]
     try:
         exchange.reduce({"b": torch.zeros(rank + 1, rank + 1, dtype=torch.float64)})
     except ValueError as error:
@@ -59,7 +58,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert first["agree"] == second["agree"] == [0, 1, 5]
     assert first["reduce"] == second["reduce"] == {"b": [[3.0, 0.0], [0.0, 3.0]], "a": [[7.0]], "c": [[7.0]]}
     assert first["nothing"] == second["nothing"] == {}
-    assert first["broadcast"] == second["broadcast"] == {"updates": 3, "parameters": [1.0, 1.0]}
+    assert first["broadcast"] == second["broadcast"] == [[3], [1.0, 1.0]]
     assert first["portions"] == second["portions"] == [1.0, 0.5, 1.0, 0.5, 1.0]
     assert (first["mine"], second["mine"]) == (["a", "d"], ["b", "c"])
     assert (first["own"], second["own"]) == (True, True), "what ZeRO has cut in two both learn from"

@@ -323,9 +323,8 @@ class OneOfTwo(protocol.Ranks):
                 summed[name] = summed[name] + matrix if name in summed else matrix
         return summed
 
-    def broadcast(self, shared: dict[str, Any]) -> dict[str, Any]:
-        first: dict[str, Any] = self._both.exchange(self._rank, shared)[0]
-        return first
+    def broadcast(self, value: Any) -> Any:
+        return self._both.exchange(self._rank, value)[0]
 
 
 def halves(steps: Steps) -> list[Steps]:
