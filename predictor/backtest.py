@@ -58,7 +58,7 @@ def backtests(predictor: LinePredictor, operators: Mapping[str, OperatorMotion])
     if not points:
         return
     target = Target(points[-1].iteration, points[-1].time, max(point.learning_rate for point in points))
-    seen = [count for count in range(1, len(points)) if predictor.obstacle(points[:count], target) is None]
+    seen = [count for count in range(1, len(points)) if predictor.usable_windows(points[:count], target)[0]]
     horizons = {target.iteration - points[count - 1].iteration: count for count in seen}
     shorter = [horizon for horizon in horizons if horizon <= HORIZON_ITERATIONS]
     longer = [horizon for horizon in horizons if horizon >= HORIZON_ITERATIONS]

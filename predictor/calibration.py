@@ -30,7 +30,6 @@ __all__ = [
     "MOVE_TERMS",
     "SKIP_TERMS",
     "STALE",
-    "WINDOWS_ITERATIONS",
     "YOUNGEST_ITERATIONS",
     "Context",
     "Curve",

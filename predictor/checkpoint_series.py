@@ -6,21 +6,17 @@ from collections.abc import Sequence
 
 import torch
 
-from cpsr.predictor.protocol import History, HistoryEntry, Target
+from cpsr.predictor.protocol import HistoryEntry, Target
 
 __all__ = [
-    "MAX_HORIZON_INTERVALS",
-    "PATH_ITERATIONS",
     "TYPICAL_STRAIGHTNESS",
     "check_history",
     "distinct_times",
     "newest_used",
     "path_places",
-    "path_positions",
     "reach_factor",
     "straightness",
     "too_far",
-    "too_few",
     "window_start",
 ]
 
@@ -59,29 +55,12 @@ def distinct_times(points: Sequence[HistoryEntry]) -> list[int]:
 
 
 def newest_used(row: Sequence[float]) -> int:
-    """Position of the newest entry with a nonzero coefficient: the weights that a displacement is counted from.
-
-    Raises:
-        ValueError: every coefficient is zero, so the row predicts nothing.
-    """
-    for position in range(len(row) - 1, -1, -1):
-        if row[position] != 0.0:
-            return position
-    raise ValueError("every coefficient of the row is zero")
+    """Position of the newest entry with a nonzero coefficient: the weights that a displacement is counted from."""
+    return max(position for position, value in enumerate(row) if value != 0.0)
 
 
 # No measurement showed a benefit beyond this.
 MAX_HORIZON_INTERVALS = 10.0
-
-
-def too_few(entries: Sequence[HistoryEntry], needed: int) -> str | None:
-    """Why `entries` (usable ones) do not suffice; None where there are `needed` of them."""
-    if len(entries) >= needed:
-        return None
-    if not entries:
-        return "there is no usable checkpoint to predict from"
-    found = "is one" if len(entries) == 1 else f"are {len(entries)}"
-    return f"a prediction needs {needed} usable checkpoints, and there {found}"
 
 
 def too_far(target: Target, fitted: Sequence[HistoryEntry]) -> str | None:
@@ -139,16 +118,6 @@ def path_places(points: Sequence[HistoryEntry]) -> tuple[int, int, int]:
     differences = min(last, MAX_DIFFERENCES, max(MIN_DIFFERENCES, round(PATH_ITERATIONS / interval)))
     first = last - differences
     return first, first + differences // 2, last
-
-
-def path_positions(history: History, usable: Sequence[int]) -> list[int]:
-    """Positions of these checkpoints in the history.
-
-    Args:
-        history: whose entries are meant.
-        usable: positions that may be read, ascending, at least 3.
-    """
-    return [usable[place] for place in path_places([history.entries[position] for position in usable])]
 
 
 def straightness(products: torch.Tensor) -> float:

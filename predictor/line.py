@@ -21,17 +21,16 @@ from cpsr.predictor.calibration import (
 from cpsr.predictor.checkpoint_series import (
     TYPICAL_STRAIGHTNESS,
     check_history,
-    path_positions,
+    path_places,
     reach_factor,
     straightness,
     too_far,
-    too_few,
     window_start,
 )
 from cpsr.predictor.protocol import CAUTION_DEVIATIONS, STALE_METHOD, Forecast, History, HistoryEntry, Ranks, Target
 from cpsr.predictor.weight_pieces import combine, gram, is_finite
 
-__all__ = ["MAX_NAMES", "LinePredictor", "Plan", "line_coefficients"]
+__all__ = ["LinePredictor", "Plan", "line_coefficients"]
 
 STATE_VERSION = 2
 # Names listed where operators keep their newest value; the count is always given.
@@ -184,9 +183,8 @@ class LinePredictor:
             if all(history.taken_at(operator, position) == entries[position].iteration for position in usable)
         )
         plan = Plan(tuple(usable), whole)
-        nothing = too_few(points, 1)
-        if nothing is not None:
-            return replace(plan, obstacle=nothing)
+        if not points:
+            return replace(plan, obstacle="there is no usable checkpoint to predict from")
         if target.iteration == points[-1].iteration and not target.moves:
             return _unchanged(plan, "the failure is at a checkpoint: its weights, unchanged", target)
         if _pace(points[-1], target) == 0.0:
@@ -195,11 +193,10 @@ class LinePredictor:
 
     def _fitted(self, history: History, target: Target, plan: Plan, points: Sequence[HistoryEntry]) -> Plan:
         """The plan of the lowest expected cost."""
-        no_line = self.obstacle(points, target)
+        windows, no_line = self.usable_windows(points, target)
         beyond = target.iteration - points[-1].iteration > HORIZON_ITERATIONS  # what a skip costs there is not known
         if no_line is not None and (beyond or self._always_moves or self._gain is not None):
             return replace(plan, obstacle=no_line)
-        windows = [] if no_line else [one for one in self._windows(points) if not _window_obstacle(points, one, target)]
         positions = [] if no_line else self._path_positions(history, plan.usable)
         paths = {} if no_line else self._path(history, plan.whole, positions)
         products = sum(paths.values(), torch.zeros(2, 2, dtype=torch.float64, device="cpu"))
@@ -241,8 +238,8 @@ class LinePredictor:
         )
 
     def _path_positions(self, history: History, usable: Sequence[int]) -> list[int]:
-        """Positions of the three checkpoints that the recent path is measured by."""
-        return path_positions(history, usable)
+        """Positions of those of the usable checkpoints, at least three, that the recent path is measured by."""
+        return [usable[place] for place in path_places([history.entries[position] for position in usable])]
 
     def _path(self, history: History, operators: Sequence[str], positions: Sequence[int]) -> dict[str, torch.Tensor]:
         """Products `(2, 2)` of each operator's displacements over the two halves of the recent path, of all ranks."""
@@ -250,8 +247,7 @@ class LinePredictor:
             operator: self._products(history, operator, positions) * self.ranks.portion(operator)
             for operator in filter(self.ranks.is_mine, operators)
         }
-        summed = self.ranks.reduce(own)
-        return {operator: summed[operator] for operator in sorted(summed)}  # every rank adds up in the same order
+        return dict(sorted(self.ranks.reduce(own).items()))  # every rank adds up in the same order
 
     def _products(self, history: History, operator: str, positions: Sequence[int]) -> torch.Tensor:
         """Gram matrix between these entries, of this rank's slice."""
@@ -287,7 +283,6 @@ class LinePredictor:
         settings |= {
             "base_iteration": entries[usable[-1]].iteration,
             "horizon_iterations": horizon,
-            "horizon_time": target.time - entries[usable[-1]].time,
             "used_iterations": [point.iteration for point in plan.points(history)],
             "held_operators": len(held),
             "held_names": held[:MAX_NAMES],
@@ -307,16 +302,15 @@ class LinePredictor:
         method = self.name if plan.moves else STALE_METHOD
         return Forecast(method, True, coefficients, expected, reason, settings)
 
-    def obstacle(self, points: Sequence[HistoryEntry], target: Target) -> str | None:
-        """Why no line can be followed from checkpoints at `points`; None where one can."""
-        few = too_few(points, MIN_CHECKPOINTS)
-        if few is not None:
-            return few
-        obstacles = [_window_obstacle(points, window, target) for window in self._windows(points)]
-        return obstacles[-1] if all(obstacles) else None
-
-    def _windows(self, points: Sequence[HistoryEntry]) -> list[int]:
-        return windows(points) if self._window_iterations is None else [self._window_iterations]
+    def usable_windows(self, points: Sequence[HistoryEntry], target: Target) -> tuple[list[int], str | None]:
+        """Windows over which a line can be fitted to checkpoints at `points`; where there is none, why not."""
+        if len(points) < MIN_CHECKPOINTS:
+            found = "is one" if len(points) == 1 else f"are {len(points)}"
+            return [], f"a prediction needs {MIN_CHECKPOINTS} usable checkpoints, and there {found}"
+        asked = windows(points) if self._window_iterations is None else [self._window_iterations]
+        obstacles = {window: _window_obstacle(points, window, target) for window in asked}
+        usable = [window for window in asked if obstacles[window] is None]
+        return usable, None if usable else obstacles[asked[-1]]
 
 
 def _sentence(settings: Mapping[str, Any], *, moves: bool) -> str:

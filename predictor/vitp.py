@@ -9,7 +9,7 @@ import torch
 
 from cpsr.predictor.backtest import backtests
 from cpsr.predictor.calibration import MIN_CHECKPOINTS, Direction, table
-from cpsr.predictor.checkpoint_series import distinct_times, path_positions
+from cpsr.predictor.checkpoint_series import distinct_times
 from cpsr.predictor.line import LinePredictor, Plan
 from cpsr.predictor.network import (
     MIN_SNAPSHOTS,
@@ -223,7 +223,7 @@ class VITPPredictor(LinePredictor):
         # A rank that lags reads what it lacks: products of other checkpoints must not be added up.
         before = usable[:-1] if history.entries[usable[-1]].iteration not in self._seen else usable
         learned = len(before) >= MIN_CHECKPOINTS and history.entries[before[-1]].iteration in self._seen
-        return path_positions(history, before if learned else usable)
+        return super()._path_positions(history, before if learned else usable)
 
     def _products(self, history: History, operator: str, positions: Sequence[int]) -> torch.Tensor:
         known = self._statistics.operators.get(operator)
