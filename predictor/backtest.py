@@ -62,20 +62,15 @@ def backtests(predictor: LinePredictor, operators: Mapping[str, OperatorMotion])
     horizons = {target.iteration - points[count - 1].iteration: count for count in seen}
     shorter = [horizon for horizon in horizons if horizon <= HORIZON_ITERATIONS]
     longer = [horizon for horizon in horizons if horizon >= HORIZON_ITERATIONS]
+    products = torch.stack([motion.products for motion in motions.values()])
     for horizon in sorted({*sorted(shorter)[-1:], *sorted(longer)[:1]}):
-        error = _mean_square_error(predictor, motions, horizons[horizon], target)
+        count = horizons[horizon]
+        forecast = predictor.forecast(_LearnedHistory(motions, count), target)
+        coefficients = [forecast.coefficients[name] for name in motions]
+        rows = torch.zeros(len(motions), len(points), dtype=torch.float64, device="cpu")
+        rows[:, :count] = torch.tensor(coefficients, dtype=torch.float64, device="cpu")
+        rows[:, -1] -= 1.0  # from the newest snapshot
+        with undisturbed(), torch.no_grad():
+            squared = float(inner(rows, products, rows).sum())
+        error = squared / sum(motion.numel for motion in motions.values())
         yield {"horizon_iterations": horizon, "mean_square_error": error}
-
-
-def _mean_square_error(
-    predictor: LinePredictor, motions: Mapping[str, OperatorMotion], count: int, target: Target
-) -> float:
-    """Over all weights, of predicting the newest snapshot from the oldest `count`."""
-    forecast = predictor.forecast(_LearnedHistory(motions, count), target)
-    size = len(next(iter(motions.values())).points)
-    rows = torch.zeros(len(motions), size, dtype=torch.float64, device="cpu")
-    rows[:, :count] = torch.tensor([forecast.coefficients[name] for name in motions], dtype=torch.float64, device="cpu")
-    rows[:, -1] -= 1.0
-    with undisturbed(), torch.no_grad():
-        squared = inner(rows, torch.stack([motion.products for motion in motions.values()]), rows)
-    return float(squared.sum()) / sum(motion.numel for motion in motions.values())

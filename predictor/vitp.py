@@ -19,7 +19,7 @@ from cpsr.predictor.network import (
     pretrained_parameters,
     undisturbed,
 )
-from cpsr.predictor.protocol import Forecast, History, HistoryEntry, Ranks, Target
+from cpsr.predictor.protocol import Forecast, History, Ranks, Target
 from cpsr.predictor.statistics import MAX_SNAPSHOTS, MotionStatistics, merged
 from cpsr.predictor.training import STEPS_PER_CHECKPOINT, Head, windows
 from cpsr.predictor.weight_pieces import CHUNK_ELEMENTS, gram
@@ -137,7 +137,9 @@ class VITPPredictor(LinePredictor):
             found.append({"iteration": newest, "checkpoints": self._checkpoints, **one})
             yield
         self._accuracy = [*self._accuracy, *found][-MAX_ACCURACIES:]
-        taken = (yield from windows(statistics.operators)) if self._may_turn() else None
+        # The network is trained where a forecast may ask it.
+        may_turn = self._directions == ("vitp",) or ("vitp" in self._directions and table().takes("vitp"))
+        taken = (yield from windows(statistics.operators)) if may_turn else None
         if taken is None:
             return
         generator = torch.Generator(device="cpu").manual_seed(newest)
@@ -208,10 +210,6 @@ class VITPPredictor(LinePredictor):
         self._head = Head.of(pretrained_parameters()) if learned["head"] is None else Head(**learned["head"])
         self._accuracy, self._checkpoints = copy.deepcopy(learned["accuracy"]), learned["checkpoints"]
 
-    def _may_turn(self) -> bool:
-        """Whether a forecast may ask the network."""
-        return self._directions == ("vitp",) or ("vitp" in self._directions and table().takes("vitp"))
-
     def _must_read(self, history: History, operator: str, position: int) -> bool:
         # What was read whole and was finite is not read again.
         iteration = history.entries[position].iteration
@@ -253,37 +251,24 @@ def _turned_rows(
     """Displacements over the plan's window, as long as the line's, of those operators that the network can turn."""
     points, rows = plan.points(history), dict[str, list[float]]()
     places = distinct_times(points)[-MAX_SNAPSHOTS:]
-    names = list(products) if len(places) >= MIN_SNAPSHOTS else []
-    line = torch.tensor(plan.row, dtype=torch.float64, device="cpu")
+    if len(places) < MIN_SNAPSHOTS:
+        return rows
+    # A displacement is the motion half way.
+    geometry = Geometry.of([points[place] for place in places], points[-1].time + 0.5 * plan.settings["reach_time"])
+    line, names = torch.tensor(plan.row, dtype=torch.float64, device="cpu"), list(products)
+    line[-1] -= 1.0
     for start in range(0, len(names), OPERATORS_AT_ONCE):
         some = names[start : start + OPERATORS_AT_ONCE]
         stacked = torch.stack([products[operator] for operator in some])
-        straight = torch.cat([line[:-1], line[-1:] - 1.0]).expand(len(some), -1)
-        middle = points[-1].time + 0.5 * plan.settings["reach_time"]
-        turned = straight + straight[0].norm() * _corrections(points, places, stacked, parameters, middle)
+        seen = merged(stacked, places)
+        scale = seen.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+        with undisturbed(), torch.no_grad():
+            found = corrections(parameters, geometry, (seen / scale[:, None, None]).float()).double()
+        straight = line.expand(len(some), -1)
+        turned = straight.clone()
+        turned[:, places] += line.norm() * (found - found.mean(dim=1, keepdim=True))  # what float32 has left of the sum
         lengths = [inner(one, stacked, one).clamp_min(0.0).sqrt().tolist() for one in (straight, turned)]
         for operator, row, before, after in zip(some, turned, *lengths, strict=True):
             if 0.0 < before < float("inf") and SHORTEST * before < after < float("inf"):
                 rows[operator] = (row * (before / after)).tolist()
     return rows
-
-
-def _corrections(
-    points: Sequence[HistoryEntry],
-    places: Sequence[int],
-    products: torch.Tensor,
-    parameters: torch.Tensor,
-    middle: float,
-) -> torch.Tensor:
-    """The network's corrections over `points`, against a line of norm 1, float64; 0 beside `places`.
-
-    They are of the direction at `middle`: a displacement is the motion half way.
-    """
-    small = merged(products, places)
-    scale = small.diagonal(dim1=1, dim2=2).sum(dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-    geometry = Geometry.of([points[place] for place in places], middle)
-    with undisturbed(), torch.no_grad():
-        found = corrections(parameters, geometry, (small / scale[:, None, None]).float()).double()
-    full = torch.zeros(len(products), len(points), dtype=torch.float64, device="cpu")
-    full[:, list(places)] = found - found.mean(dim=1, keepdim=True)  # what float32 has left of the sum
-    return full
