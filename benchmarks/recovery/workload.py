@@ -104,7 +104,7 @@ TUNED: dict[tuple[str, Schedule], float] = {
     ("gpt-0.4M", "cosine10"): 2.744e-3,
     ("gpt-0.4M-documentation", "cosine10"): 3.842e-3,
     ("gpt-0.4M-headers", "cosine10"): 3.842e-3,
-    ("gpt-0.4M-perl", "cosine10"): 2.744e-3,
+    ("gpt-0.4M-perl", "cosine10"): 1.960e-3,
     ("gpt-0.4M-perl", "wsd"): 1.960e-3,
     ("gpt-0.4M-debian", "cosine10"): 5.378e-3,
     ("lstm-0.2M-perl", "cosine10"): 2.066e-2,
