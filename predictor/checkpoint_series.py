@@ -55,7 +55,7 @@ def distinct_times(points: Sequence[HistoryEntry]) -> list[int]:
 
 
 def newest_used(row: Sequence[float]) -> int:
-    """Position of the newest entry with a nonzero coefficient: the weights that a displacement is counted from."""
+    """Position of the newest coefficient that is not 0, of which there is one: what a displacement is counted from."""
     return max(position for position, value in enumerate(row) if value != 0.0)
 
 

@@ -78,7 +78,8 @@ def _outcome(failure: Failure, method: str, worth: IterationWorth) -> Outcome:
     if method != RECOMPUTE:
         kept = _kept(failure, method)
     gap: float | None = kept["final_gap_nats"] if kept["formed"] else 0.0
-    repeated = point.horizon if repeats(method) or not kept["formed"] else 0
+    recomputes = not kept["formed"] and method not in CONTROLS.values()  # a control that cannot move is no failure
+    repeated = point.horizon if repeats(method) or recomputes else 0
     return Outcome(
         method,
         trajectory.workload.name,

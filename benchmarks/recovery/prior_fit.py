@@ -62,6 +62,7 @@ class Measured:
         noise_iterations: what chance alone makes of a cost where little is skipped or moved.
         move_iterations: of the move alone: measured with nothing lost, or what the cost differs from the skip's; None
             for a skip.
+        sum_of_parts: whether the cost is such a sum.
     """
 
     family: str
@@ -72,10 +73,11 @@ class Measured:
     cost_iterations: float
     noise_iterations: float
     move_iterations: float | None = None
+    sum_of_parts: bool = False
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the cost around its run's expectation, up to a common factor."""
+        """Standard deviation of the skip's or the move's cost around its run's expectation, up to a common factor."""
         trained = self.context.horizon_iterations * self.context.learning_rate_ratio
         size = trained if self.move_iterations is None else self.setting.reach_iterations
         return self.noise_iterations + NOISE_SHARE * self.context.lost_share * size
@@ -154,7 +156,7 @@ class Judged:
 def measured_of(
     rows: Iterable[Mapping[str, Any]], worths: Mapping[str, IterationWorth], family_of: Mapping[str, str]
 ) -> list[Measured]:
-    """The rows of `collect`, their final gaps in iterations; what diverged is left out."""
+    """The rows of `collect`, final gaps in iterations; what diverged is left out, and moves whose skip did."""
     found: list[Measured] = []
     for number, row in enumerate(rows):
         run, context = row["run"], _context(row)
@@ -169,8 +171,9 @@ def measured_of(
                 found.append(Measured(family, run, number, context, STALE, cost, chance))
             elif skip is not None:  # else the skip diverged
                 setting = _setting(recovery["setting"], context)
-                both, move = (skip + cost, cost) if recovery.get("alone", False) else (cost, cost - skip)
-                found.append(Measured(family, run, number, context, setting, both, chance, move))
+                alone = recovery.get("alone", False)
+                both, move = (skip + cost, cost) if alone else (cost, cost - skip)
+                found.append(Measured(family, run, number, context, setting, both, chance, move, alone))
     return found
 
 
@@ -325,11 +328,14 @@ def _errors(arms: Sequence[Measured], table: Table) -> dict[str, Any]:
 def _choices(arms: Sequence[Measured], table: Table, own: Callable[[Measured], float]) -> dict[str, Any]:
     rows = []
     for failure in sorted({one.failure for one in arms}):
-        here = [one for one in arms if one.failure == failure]
+        # One arm a setting: what was measured from the checkpoint, else the sum of its parts.
+        of_setting = {one.setting: one for one in arms if one.failure == failure and one.sum_of_parts}
+        of_setting |= {one.setting: one for one in arms if one.failure == failure and not one.sum_of_parts}
+        here = list(of_setting.values())
         horizon = here[0].context.horizon_iterations
         setting, expected = table.best(here[0].context, [one.setting for one in here], CAUTION_DEVIATIONS)
         exact = expected.bound(CAUTION_DEVIATIONS) >= horizon
-        taken = next(one for one in here if one.setting == setting)
+        taken = of_setting[setting]
         cost, smooth = (horizon, horizon) if exact else (taken.cost_iterations, own(taken))
         regret = cost - min(horizon, *(one.cost_iterations for one in here))
         rows.append((horizon, cost, exact, cost > horizon, regret, smooth - min(horizon, *map(own, here))))
