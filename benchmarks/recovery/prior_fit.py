@@ -288,8 +288,8 @@ def judge(measured: Sequence[Measured]) -> list[Judged]:
     for family in families:
         mine = [one for one in measured if one.family == family and one.context.lost_share == 1.0]
         arms = [one for one in mine if one.setting == STALE or one.allowed]
-        others = [one for one in measured if one.family != family]
-        judged.append(Judged(family, **_errors(arms, fit(others, {})), **_choices(arms, fit(others, {}), _own(mine))))
+        others = fit([one for one in measured if one.family != family], {})
+        judged.append(Judged(family, **_errors(arms, others), **_choices(arms, others, _own(mine))))
     return judged
 
 
@@ -329,8 +329,8 @@ def _choices(arms: Sequence[Measured], table: Table, own: Callable[[Measured], f
     rows = []
     for failure in sorted({one.failure for one in arms}):
         # One arm a setting: what was measured from the checkpoint, else the sum of its parts.
-        of_setting = {one.setting: one for one in arms if one.failure == failure and one.sum_of_parts}
-        of_setting |= {one.setting: one for one in arms if one.failure == failure and not one.sum_of_parts}
+        measured = sorted((one for one in arms if one.failure == failure), key=lambda one: -one.sum_of_parts)
+        of_setting = {one.setting: one for one in measured}
         here = list(of_setting.values())
         horizon = here[0].context.horizon_iterations
         setting, expected = table.best(here[0].context, [one.setting for one in here], CAUTION_DEVIATIONS)

@@ -97,6 +97,8 @@ def trained_with(task: str, optimizer: OptimizerName) -> str:
 ITERATIONS = 1200
 RATE_STEP = 1.4
 # Peak rates at which trainings of this length end best: benchmarks/results/*-tune*.json (`cpsr bench tune`).
+# Of two sweeps of `gpt-0.4M-perl` with `cosine10` the later one counts: at 2.744e-3, the best on another machine, one
+# seed of three does not come back from a spike.
 TUNED: dict[tuple[str, Schedule], float] = {
     ("gpt-0.1M", "cosine"): 2.744e-3,
     ("gpt-0.1M", "cosine10"): 2.744e-3,
