@@ -180,6 +180,7 @@ class EngineAdapter(ABC):
         loop_parts: objects of the user's loop whose state `scalars()` holds: schedules and the gradient scaler, if any.
         mixture: the layers of experts; None for a model without any.
         pipeline: this rank's place in it; None where there is none, or one of a single stage, which waits for nobody.
+        wrapper: the DistributedDataParallel around `module`; None where there is none.
         gradient_clipping: the norm at which the engine clips gradients, 0 is off; None: the loop clips.
     """
 
@@ -189,6 +190,7 @@ class EngineAdapter(ABC):
     data_parallel_ranks: list[int]
     mixture: Mixture | None = None
     pipeline: Pipeline | None = None
+    wrapper: torch.nn.Module | None = None
     gradient_clipping: float | None = None
     _loop: Loop
 

@@ -112,7 +112,8 @@ class TorchAdapter(EngineAdapter):
         self.world_size = torch.distributed.get_world_size() if distributed else 1
         self.device = self._fully_sharded.device or local(self._trained()[0]).device
         self.data_parallel_ranks = data_parallel_ranks(module, self._parameters, self._fully_sharded)
-        self._buckets = GradientBuckets(wrapper_of(module), optimizers)
+        self.wrapper = wrapper_of(module)
+        self._buckets = GradientBuckets(self.wrapper, optimizers)
         self._loop: TorchLoop = TorchLoop(module, optimizers, schedulers, grad_scaler)
 
     @property

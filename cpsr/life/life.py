@@ -192,7 +192,7 @@ class Life:
         if looks:
             self.saver.after_step()
         self.boundary.publish(iteration)
-        self.boundary.liveness.step(iteration)
+        self.boundary.liveness.step(iteration, self.loop.own.end_step())
         self.planner.times.steps_seconds.append(step.seconds)
         if looks and not self._look(iteration):
             return

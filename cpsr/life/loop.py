@@ -16,6 +16,7 @@ from cpsr.config import CPSRConfig
 from cpsr.elastic.global_batch import GlobalBatch
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.optimizer_state import learning_rates, mean_rate
+from cpsr.engines.own_time import OwnTime
 from cpsr.job import Job
 from cpsr.journal import RankJournal, StepRow
 from cpsr.life.drawn_batches import DrawWarnings
@@ -153,6 +154,7 @@ class Loop:
         probe_batches: the user's held-out batches; None keeps recent inputs.
 
     Attributes:
+        own: this rank's own time.
         tail: work deferred to the end of the loop's iteration; from `begin_life` on.
         warnings: of loops that take their batches otherwise; likewise.
     """
@@ -171,6 +173,7 @@ class Loop:
 
         self.adapter = adapter
         self.events = EventCallbacks()
+        self.own = OwnTime.of(adapter.device)
         self.losses = LossRecorder()
         kept = math.ceil(config.restart.probe_batches / len(adapter.data_parallel_ranks))
         self.probes = Probes(self.adapter, kept, loss_fn, probe_batches)
@@ -183,6 +186,7 @@ class Loop:
             self.probes,
             self.learning.learner,
             waiting,
+            self.own.loading,
             batch,
             config.restart.hyperparameters,
             exact=config.mode == "exact",

@@ -148,6 +148,8 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
     life.boundary.prepare()
     adapter.attach(life)
     opened.callback(adapter.detach)
+    loop.own.attach(adapter)
+    opened.callback(loop.own.detach)
     opened.callback(Unsaved(adapter, lambda: loop.state.objects, exact, journal.event).close)
     limit_bytes = life.job.config.engines.offload_activations_bytes
     opened.enter_context(offloaded_activations(adapter, limit_bytes, free_bytes, journal.event))

@@ -56,7 +56,7 @@ class RunState:
         losses: this rank's training losses.
         probes: recent inputs.
         learner: its predictor's state is saved with every checkpoint.
-        waiting: as in `ResumableLoader`.
+        waiting, loading: as in `LoaderHooks`.
         global_batch: is compared with that of the run; None: with nothing.
         hyperparameters: `restart.hyperparameters`.
         exact: whether other data than those of the run are refused.
@@ -75,6 +75,7 @@ class RunState:
         probes: Probes,
         learner: "Learner",
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+        loading: Callable[[], AbstractContextManager[None]] = nullcontext,
         global_batch: GlobalBatch | None = None,
         hyperparameters: Literal["checkpoint", "script"] = "checkpoint",
         *,
@@ -88,7 +89,7 @@ class RunState:
         self._losses = losses
         self._probes = probes
         self._learner = learner
-        self._waiting = waiting
+        self._waiting, self._loading = waiting, loading
         self.frozen = FrozenWeights(adapter.frozen)
         self._registered: dict[str, Stateful] = {}
         self.objects: list[Any] = []  # as they were registered
@@ -205,6 +206,7 @@ class RunState:
                 self._requested,
                 lambda last: self.on_end(last),
                 self._waiting,
+                self._loading,
             ),
             after=after,
         )

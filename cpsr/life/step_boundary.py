@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,7 +26,9 @@ from cpsr.life.run_state import RunState
 from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
+from cpsr.ranks.group import this_node
 from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.slow_ranks import Place, SlowRanks
 from cpsr.state.codec import host_copy
 
 __all__ = ["Boundary", "Publication"]
@@ -79,8 +81,16 @@ class Boundary:
             config.ranks,
             self._give_up,
             job.journal.event,
+            self._slow_ranks().look,
         )
         self.liveness.start()
+
+    def _slow_ranks(self) -> SlowRanks:
+        """Compares the ranks (on rank 0); a collective."""
+        job, pipeline = self._job, self._job.adapter.pipeline
+        own = Place(this_node(), str(job.adapter.device), 0 if pipeline is None else pipeline.stage)
+        places = [Place(**place) for place in job.group.gather(asdict(own))]
+        return SlowRanks(job.config.run_dir, job.journal.life, places, job.journal.event)
 
     def prepare(self) -> None:
         """Before the first step: mark its boundary, and prepare a dump."""

@@ -22,7 +22,7 @@ __all__ = ["HEARTBEAT_AT", "HELD_AT", "ORDER_AT", "Board", "has_lock", "lock"]
 
 logger = logging.getLogger(__name__)
 
-SLOT_BYTES = 256  # of rank 0's words, then of each rank's
+SLOT_BYTES = 320  # of rank 0's words, then of each rank's
 ORDER_AT = 64  # in rank 0's slot: what all send; before that, its proposal
 HELD_AT = 104  # in a slot: what a rank holds; before that, its report
 HEARTBEAT_AT = 192

@@ -6,9 +6,9 @@ Ranks of one machine see it in memory that they share; see `cpsr.ranks.board`. F
     <run_dir>/progress/life-00003/processes-00008    is locked while a process of one of these ranks lives
     <run_dir>/progress/life-00003/job                names the launchers that began this life; see `cpsr.ranks.link`
 
-A heartbeat has counts and marks, never times: a watcher checks, by its own clock, whether it still changes (see
-`cpsr.ranks.liveness`). Only a lock that was seen before can be found gone: where a file system has no locks, or keeps
-them to one machine (NFS with `nolock`), heartbeats decide about a machine whose last process has ended.
+A heartbeat has counts, marks and durations, never times of day: a watcher checks, by its own clock, whether it still
+changes (see `cpsr.ranks.liveness`). Only a lock that was seen before can be found gone: where a file system has no
+locks, or keeps them to one machine (NFS with `nolock`), heartbeats decide about a machine whose last process has ended.
 
 A file of heartbeats is opened and closed for each write and each read instead of being mapped: on network file systems
 that is when it reaches the other machines. Each life has a directory of its own. A process of an earlier life that was
@@ -52,6 +52,8 @@ class Heartbeat(Words):
         signs: forwards, losses and updates since then.
         phase: what it is doing.
         lost_rank: the rank that it has given up; `NONE`: none, or unknown.
+        steps: whose own time was measured in this process; see `cpsr.engines.own_time`.
+        compute_microseconds, data_microseconds: that these took in sum.
     """
 
     beats: int = 0
@@ -59,6 +61,9 @@ class Heartbeat(Words):
     signs: int = 0
     phase: int = Phase.TRAINING
     lost_rank: int = NONE
+    steps: int = 0
+    compute_microseconds: int = 0
+    data_microseconds: int = 0
 
     @property
     def place(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,7 @@ class Liveness:
         board: of this rank's machine.
         leave: ends this process, with the reason as a clause; the watching thread calls it once.
         report: records an event: its kind, one sentence, the iteration and the logging level.
+        hear: gets a monotonic time and the newest heartbeat of each rank that trains, at every beat of rank 0.
 
     Attributes:
         signs: of progress in the step under way: forwards, losses, an update.
@@ -85,13 +86,14 @@ class Liveness:
         config: RanksConfig,
         leave: Callable[[str], object],
         report: Callable[[str, str, int | None, int], None],
+        hear: Callable[[float, Mapping[int, Heartbeat]], None] = lambda now, said: None,
     ) -> None:
         self._run_dir, self._life, self._board, self._rank = run_dir, life, board, board.rank
         self._courier = Courier(HeartbeatFiles(run_dir, life), board, self._report_once)
         self._heartbeat_seconds, self._step_seconds = config.heartbeat_timeout_seconds, config.step_timeout_seconds
         timeouts = [seconds for seconds in (self._heartbeat_seconds, self._step_seconds) if seconds is not None]
         self._beat_seconds = min([BEAT_SECONDS, *(seconds / BEATS_MIN for seconds in timeouts)])
-        self._leave, self._report = leave, report
+        self._leave, self._report, self._hear = leave, report, hear
         self._silence = {other: _Stillness(self._heartbeat_seconds) for other in self._courier.watched}
         self._hang = _Stillness(self._step_seconds)
         self._known: dict[int, Heartbeat] = {}  # the newest of each watched rank
@@ -99,7 +101,7 @@ class Liveness:
         self._ended: dict[int, float] = {}  # those that are gone, and since when that is known
         self._reported: set[str] = set()
         self._beats = self.signs = self._busy = 0
-        self._iteration = NONE
+        self._iteration, self._own = NONE, (0, 0, 0)
         self._alarm = board.alarm[0]
         self._checked = time.monotonic()
         self._paused = self._settled = False
@@ -124,9 +126,14 @@ class Liveness:
 
     # Called by the training thread
 
-    def step(self, iteration: int) -> None:
-        """This iteration is finished."""
-        self._iteration = iteration
+    def step(self, iteration: int, own: tuple[int, int, int] = (0, 0, 0)) -> None:
+        """This iteration is finished.
+
+        Args:
+            iteration: which.
+            own: steps so far, and the microseconds of their compute and data.
+        """
+        self._iteration, self._own = iteration, own
         self.signs = 0
 
     @contextmanager
@@ -224,7 +231,10 @@ class Liveness:
                 return given_up
         if not paused and not changed.isdisjoint(heard.keys() - set(self._board.ranks) or changed):
             self._paused = False  # the others, on other machines if there are any, have not left without this process
-        return self._hanging(elapsed_seconds) if self._rank == 0 else None
+        if self._rank != 0:
+            return None
+        self._hear(time.monotonic(), {0: self._heartbeat(Phase.TRAINING), **self._known})
+        return self._hanging(elapsed_seconds)
 
     def _newest(self, rank: int) -> Heartbeat | None:
         """Its newest heartbeat that has arrived; what a process carried that was stopped amid that may be older."""
@@ -294,7 +304,7 @@ class Liveness:
         return GivenUp(f"no rank has made progress for {self._step_seconds:g} s: {where}", lost)
 
     def _heartbeat(self, phase: Phase, lost_rank: int = NONE) -> Heartbeat:
-        return Heartbeat(self._beats, self._iteration, self.signs, phase, lost_rank)
+        return Heartbeat(self._beats, self._iteration, self.signs, phase, lost_rank, *self._own)
 
     def _announce(self, phase: Phase, lost_rank: int = NONE) -> None:
         self._beats += 1

@@ -80,6 +80,7 @@ class LoaderHooks:
         on_end: called when a pass has ended, with whether it was the last.
         waiting: entered while a batch is fetched from a DataLoader's worker processes: the thread then waits. Without
             workers the thread loads the batch itself, and of other iterables it is not known whether they wait.
+        loading: entered whenever a pass begins or a batch is fetched.
     """
 
     on_positioned: Callable[[], object] = lambda: None
@@ -87,6 +88,7 @@ class LoaderHooks:
     on_request: Callable[[bool], None] = lambda expected: None
     on_end: Callable[[bool], object] = lambda last: None
     waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    loading: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class Draw(NamedTuple):
@@ -249,9 +251,10 @@ class ResumableLoader(Iterator[Any]):
                 raise StopIteration
             self._hooks.on_request(not self._pass_is_over())
             if self._iterator is None:
-                self._iterator = self._open()
+                with self._hooks.loading():
+                    self._iterator = self._open()
             try:
-                with self._waiting():
+                with self._hooks.loading(), self._waiting():
                     batch = next(self._iterator)
             except StopIteration:
                 self._end_pass()
