@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 
 from cpsr.errors import JournalError
 from cpsr.journal import FailureRow, JournalReader, PhaseRow, reported_failures
-from cpsr.service.run import RECENT_STEPS, RunDir, health_of, iteration_seconds, open_journal
+from cpsr.service.run import RECENT_STEPS, RunDir, health_of, iteration_seconds, open_journal, paces_of
 
 __all__ = ["router"]
 
@@ -35,6 +35,7 @@ def get_metrics(run_dir: RunDir) -> Response:
     try:
         with open_journal(run_dir) as reader:
             _steps(families, reader)
+            _ranks(families, reader, run_dir)
             _plan(families, reader)
             _checkpoints(families, reader)
             _failures(families, reader, run_dir)
@@ -89,6 +90,15 @@ def _steps(families: _Families, reader: JournalReader) -> None:
     families.gauge("training_loss", "Of the newest iteration.", steps[0].loss)
     families.gauge("learning_rate", "Of the newest iteration.", steps[0].learning_rate)
     families.gauge("iteration_seconds", "Median of the recent iterations.", iteration_seconds(steps))
+
+
+def _ranks(families: _Families, reader: JournalReader, run_dir: Path) -> None:
+    text = "A rank's own time for a step, without its waits for other ranks; kind is compute or data."
+    for pace in paces_of(run_dir, reader.lives()):
+        rank = str(pace.rank)
+        families.gauge("rank_step_seconds", text, pace.compute_seconds, rank=rank, kind="compute")
+        families.gauge("rank_step_seconds", text, pace.data_seconds, rank=rank, kind="data")
+        families.gauge("rank_slow", "Whether the rank is reported as slow.", pace.slow, rank=rank, host=pace.host)
 
 
 def _plan(families: _Families, reader: JournalReader) -> None:

@@ -23,7 +23,15 @@ from cpsr.journal import (
 from cpsr.planner.planning import RecoveryMode, preview
 from cpsr.service.access import MayWrite
 from cpsr.service.problems import Problem
-from cpsr.service.run import RECENT_STEPS, RunDir, iteration_seconds, open_journal, plain_row, run_id_of
+from cpsr.service.run import (
+    RECENT_STEPS,
+    RunDir,
+    iteration_seconds,
+    open_journal,
+    paces_of,
+    plain_row,
+    run_id_of,
+)
 from cpsr.state.witness import ARITHMETIC, CHECKED, NOT_RESTORED
 
 __all__ = ["PlanReply", "plan_of", "router"]
@@ -56,6 +64,20 @@ class RepeatedSteps(BaseModel):
         "different."
     )
     iteration: int | None
+    message: str
+
+
+class SlowRank(BaseModel):
+    """A rank whose own time for a step, without its waits for other ranks, exceeds the median's by 15%."""
+
+    rank: int
+    host: str
+    device: str
+    own_seconds: float = Field(description="For a step: compute and data.")
+    compute_seconds: float
+    data_seconds: float
+    expected_own_seconds: float = Field(description="Of the median rank.")
+    cause: Literal["compute", "data"]
     message: str
 
 
@@ -113,6 +135,7 @@ class PlanReply(BaseModel):
         description="How the steps that the newest exact restart has repeated compare with their first execution, by "
         "rank as its comparison ended; empty where none was compared."
     )
+    slow_ranks: list[SlowRank] = Field(description="Of the newest life, while it runs; see docs/slow_ranks.md.")
     warnings: list[str] = Field(
         description="Steps that differ from their first execution, and what could not be read and is missing above."
     )
@@ -240,6 +263,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
         steps, lives = reader.recent_steps(RECENT_STEPS), reader.lives()
         checkpoint, recovery = reader.latest_checkpoint(), reader.latest_recovery()
         repeated = _repeated_steps(reader)
+        slow = [one for one in paces_of(run_dir, lives) if one.slow]
         seconds = iteration_seconds(steps)
         interval_seconds = None if seconds is None else current.interval_iterations * seconds
         return PlanReply(
@@ -262,6 +286,7 @@ def plan_of(run_dir: Path) -> PlanReply | None:
             last_recovery=None if recovery is None else plain_row(recovery),
             descends_from_predicted=_descends_from_predicted(checkpoint, recovery),
             repeated_steps=repeated,
+            slow_ranks=[SlowRank.model_validate(one, from_attributes=True) for one in slow],
             warnings=[one.message for one in repeated if one.result == NOT_RESTORED] + warnings,
         )
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from cpsr.errors import JournalError
 from cpsr.journal import CheckpointRow, JournalReader, LifeRow, StepRow, json_ready
+from cpsr.ranks.slow_ranks import Pace, read_paces
 
 __all__ = [
     "LIMIT_MAX",
@@ -27,6 +28,7 @@ __all__ = [
     "health_of",
     "iteration_seconds",
     "open_journal",
+    "paces_of",
     "plain_row",
     "router",
     "run_id_of",
@@ -118,6 +120,11 @@ def health_of(run_dir: Path) -> Health:
         journal_age_seconds=age_seconds,
         last_iteration=steps[0].iteration if steps else None,
     )
+
+
+def paces_of(run_dir: Path, lives: Sequence[LifeRow]) -> list[Pace]:
+    """The newest own times of all ranks; empty where the newest life has ended, or has compared none."""
+    return read_paces(run_dir, lives[-1].life) if lives and lives[-1].ending == "running" else []
 
 
 def iteration_seconds(steps: Sequence[StepRow]) -> float | None:

@@ -123,7 +123,8 @@ def _lines(health: dict[str, Any], plan: dict[str, Any] | None, ettr: float | No
     lines += [_checkpoint_line(plan), *_recovery_lines(plan)]
     if plan["descends_from_predicted"]:
         lines.append("[yellow]the state descends from a predicted one, or from one that was restored in part[/]")
-    return lines + [f"[yellow]{escape(warning)}[/]" for warning in plan["warnings"]]
+    warnings = [*(one["message"] for one in plan["slow_ranks"]), *plan["warnings"]]
+    return lines + [f"[yellow]{escape(warning)}[/]" for warning in warnings]
 
 
 def _plan_line(plan: dict[str, Any]) -> str:

@@ -66,7 +66,7 @@ function signIn() {
   field.focus();
 }
 
-// What a reader should know first: no journal, an unhealthy run, an override.
+// What a reader should know first: no journal, an unhealthy run, an override, slow ranks.
 function showNotices(store) {
   store.watch(["health", "plan", "losses"], ({ health, plan, losses }, { plan: problem, losses: unread }) => {
     const nothing = unread !== null && unread.status !== 0 && plan === null && losses === null;
@@ -78,6 +78,7 @@ function showNotices(store) {
     if (problem !== null && problem.status !== 0 && !nothing)
       shown.push(notice("", sentence(`${problem.message}; ${problem.hint}`)));
     if (plan?.override) shown.push(notice("", override(plan.override)));
+    for (const { message } of plan?.slow_ranks ?? []) shown.push(notice("bad", sentence(message)));
     for (const warning of plan?.warnings ?? []) shown.push(notice("bad", `${warning}.`));
     update(byId("notices"), ...shown);
   });
