@@ -33,6 +33,8 @@ MICROSECONDS = 1e6
 COLLECTIVES = "all", "reduce", "broadcast", "gather", "scatter", "send", "recv", "end_coalescing"
 Sums = tuple[int, int, int]
 
+_queue = torch.autograd.Variable._execution_engine.queue_callback  # of the backward under way
+
 
 class OwnTime:
     """Measures the own time of a rank whose training thread computes; nothing where there are no other ranks.
@@ -143,10 +145,6 @@ class OwnTime:
             _queue(self._end_wait)
 
 
-def _queue(callback: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
 class _Loading(AbstractContextManager[None]):
     """The thread that trains loads a batch; what it waits there for other ranks is no data."""
 
@@ -194,7 +192,7 @@ class DeviceOwnTime(OwnTime):
 
     def _watch(self) -> None:
         super()._watch()
-        for name in vars(dist.ProcessGroup):
+        for name in [*vars(dist.ProcessGroup)]:
             if name.lstrip("_").startswith(COLLECTIVES):
                 self._hooks.wrap(dist.ProcessGroup, name, self._around)
         self._hooks.wrap(torch.cuda.Stream, "wait_event", self._around_stream)
