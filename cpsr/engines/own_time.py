@@ -68,8 +68,8 @@ class OwnTime:
             self._hooks.wrap(dist, "_broadcast_coalesced", self._around)
             trained = [one for one in adapter.module.parameters() if one.requires_grad]
             # All are used in each backward, unless DDP looks for the unused ones: then the first or the last may be.
-            for one in {trained[-1], trained[0 if adapter.wrapper.find_unused_parameters else -1]}:
-                self._hooks.add(one.register_hook(self._on_gradient))  # type: ignore[no-untyped-call] # torch's stub
+            for one in {*trained[:1], *(trained[-1:] if adapter.wrapper.find_unused_parameters else ())}:
+                self._hooks.add(one.register_hook(self._on_gradient))
         self._thread = get_ident()
         self._forget(perf_counter())
 

@@ -4,6 +4,7 @@ The host launches steps on a GPU before it completes them. Those that are comple
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -28,7 +29,7 @@ from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.group import this_node
 from cpsr.ranks.liveness import Liveness
-from cpsr.ranks.slow_ranks import Place, SlowRanks
+from cpsr.ranks.slow_ranks import Place, SlowRanks, device_name
 from cpsr.state.codec import host_copy
 
 __all__ = ["Boundary", "Publication"]
@@ -88,7 +89,8 @@ class Boundary:
     def _slow_ranks(self) -> SlowRanks:
         """Compares the ranks (on rank 0); a collective."""
         job, pipeline = self._job, self._job.adapter.pipeline
-        own = Place(this_node(), str(job.adapter.device), 0 if pipeline is None else pipeline.stage)
+        device = device_name(str(job.adapter.device), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        own = Place(this_node(), device, 0 if pipeline is None else pipeline.stage)
         places = [Place(**place) for place in job.group.gather(asdict(own))]
         return SlowRanks(job.config.run_dir, job.journal.life, places, job.journal.event)
 

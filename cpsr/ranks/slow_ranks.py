@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cpsr.ranks.heartbeat import Heartbeat
 
-__all__ = ["Comparisons", "Pace", "Place", "SlowRanks", "read_paces"]
+__all__ = ["Comparisons", "Pace", "Place", "SlowRanks", "device_name", "read_paces"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +34,25 @@ class Place:
 
     Attributes:
         host: name of its machine.
-        device: torch's name of it.
+        device: see `device_name`.
         stage: of a pipeline; 0 without one.
     """
 
     host: str
     device: str
     stage: int = 0
+
+
+def device_name(device: str, visible: str) -> str:
+    """A device by the number that its machine gives it.
+
+    Args:
+        device: torch's name, which numbers those that the process sees.
+        visible: the environment's CUDA_VISIBLE_DEVICES; empty: all are.
+    """
+    kind, _, number = device.partition(":")
+    seen = dict(enumerate(visible.split(","))) if visible and kind == "cuda" else {}
+    return f"{kind}:{seen.get(int(number), number)}" if number else device
 
 
 @dataclass(frozen=True)
@@ -50,7 +62,7 @@ class Pace:
     Attributes:
         rank: which.
         host: its machine.
-        device: torch's name of it.
+        device: of that machine.
         own_seconds: without its waits for other ranks.
         data_seconds: of these in the loader that `resume` returned; the rest is compute.
         expected_own_seconds, expected_data_seconds: the medians of these.

@@ -49,7 +49,7 @@ def job_of(engine):
 
 def own_seconds(job):
     '''Wall and own seconds of a step, and those of loading; medians.'''
-    own = OwnTime()
+    own, waits = OwnTime(), vars(torch.distributed.Work)["wait"]
     own.attach(job.adapter)
     found, before, began = [], (0, 0, 0), time.perf_counter()
     for step in range(4, 9):
@@ -61,6 +61,7 @@ def own_seconds(job):
         found.append([ended - began, *((now - then) / 1e6 for now, then in zip(sums[1:], before[1:]))])
         before, began = sums, ended
     own.detach()
+    assert vars(torch.distributed.Work)["wait"] is waits
     return [statistics.median(one) for one in zip(*found)]
 
 

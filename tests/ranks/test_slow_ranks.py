@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpsr.ranks.heartbeat import Heartbeat
-from cpsr.ranks.slow_ranks import COMPARISONS, SLOW_RATIO, Comparisons, Pace, Place, SlowRanks, read_paces
+from cpsr.ranks.slow_ranks import (
+    COMPARISONS,
+    SLOW_RATIO,
+    Comparisons,
+    Pace,
+    Place,
+    SlowRanks,
+    device_name,
+    read_paces,
+)
 
 STEPS = 10  # between two comparisons
 Taken = tuple[float, float]  # compute and data seconds of a step
@@ -141,3 +150,9 @@ def test_paces_are_left_for_the_service(tmp_path: Path) -> None:
     assert read_paces(tmp_path, 4) == []
     (tmp_path / "progress" / "own_times.json").write_text(json.dumps({"life": 3, "paces": [{"rank": 0}]}))
     assert read_paces(tmp_path, 3) == []  # of another version
+
+
+def test_a_device_is_named_by_the_number_of_its_machine() -> None:
+    assert device_name("cuda:0", "5,7") == "cuda:5"
+    assert device_name("cuda:1", "") == "cuda:1"
+    assert device_name("cpu", "5") == "cpu"
