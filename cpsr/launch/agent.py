@@ -19,6 +19,8 @@ from torch.distributed.launcher import api
 
 from cpsr.checkpoint.progress import Progress, read_progress
 from cpsr.launch.compile_locks import extensions_directory, remove_stale_locks
+from cpsr.launch.ends import HOW_IT_ENDS, JobEndedError
+from cpsr.launch.spare import Spare, waiting
 from cpsr.launch.warm import WarmRanks, forking
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
@@ -28,21 +30,7 @@ __all__ = ["HOW_IT_ENDS", "Failures", "JobEndedError", "agent_that_recovers", "j
 
 logger = logging.getLogger(__name__)
 
-HOW_IT_ENDS = "[docs/launching.md#how-it-ends]"  # what explains a last line
 BACK_OFF_SECONDS_MAX = 60.0
-
-
-class JobEndedError(Exception):
-    """The launcher ends now, without another restart.
-
-    Args:
-        status: its exit status.
-        message: one line for the user.
-    """
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Failures:
@@ -187,12 +175,18 @@ class _Agent(LocalElasticAgent):
     failures: Failures
     report: Report
     warm: WarmRanks
+    spare: Spare
     _asked_to_leave = False  # by a SIGTERM that arrived while ranks were being stopped
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         self.failures.look()
         self.warm.look()
+        if worker_group.group_rank == 0:
+            self.spare.share()
+        if result.state is WorkerState.HEALTHY and (lost := self.spare.lost()) is not None:
+            self.report.lose(lost)  # or ranks would wait for those of that machine
+            self.failures.print_line(f"Nothing is heard of {lost}. All ranks start again, with a machine that waits")
         if result.state is WorkerState.FAILED:
             exits = [
                 Exit.of_status(rank, failure.exitcode, float(failure.timestamp))
@@ -205,7 +199,9 @@ class _Agent(LocalElasticAgent):
         return result
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        with _no_spread(worker_group.spec.rdzv_handler):
+        spec = worker_group.spec
+        command = (str(spec.entrypoint), *map(str, spec.args))
+        with self.spare.meeting(spec.rdzv_handler, command), _no_spread(spec.rdzv_handler):
             super()._rendezvous(worker_group)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
@@ -227,7 +223,8 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         # Ranks commit after SIGTERM alone. Before 2.12 torch gives them 30 s; later also where a machine joins.
         given = int(os.environ.get(SHUTDOWN, SHUTDOWN_SECONDS))
-        patience = getattr(self, "_shutdown_timeout", given) if death_sig is signal.SIGTERM else SHUTDOWN_SECONDS
+        commits = death_sig is signal.SIGTERM and self.report.lost() is None
+        patience = getattr(self, "_shutdown_timeout", given) if commits else SHUTDOWN_SECONDS
         # The ranks were asked to exit, and the launcher waits for them: a second SIGTERM must not orphan them.
         before = signal.signal(signal.SIGTERM, self._record_sigterm)
         try:
@@ -258,14 +255,14 @@ def _no_spread(handler: object) -> Iterator[None]:
 
 
 @contextmanager
-def agent_that_recovers(failures: Failures, report: Report, warm: WarmRanks) -> Iterator[None]:
+def agent_that_recovers(failures: Failures, report: Report, warm: WarmRanks, spare: Spare) -> Iterator[None]:
     """Within this context torchrun's launcher constructs our agent: it has no argument for that."""
     names = vars(api)
     before = names["LocalElasticAgent"]
-    parts = {"failures": failures, "report": report, "warm": warm}
+    parts = {"failures": failures, "report": report, "warm": warm, "spare": spare}
     names["LocalElasticAgent"] = type("RecoveringAgent", (_Agent,), parts)
     try:
-        with forking(warm):
+        with forking(warm), waiting(spare):
             yield
     finally:
         names["LocalElasticAgent"] = before

@@ -13,14 +13,26 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from cpsr.launch.agent import HOW_IT_ENDS, Failures, JobEndedError, agent_that_recovers
+from cpsr.launch.agent import Failures, agent_that_recovers
+from cpsr.launch.ends import HOW_IT_ENDS, JobEndedError
+from cpsr.launch.spare import Spare
 from cpsr.launch.warm import WarmRanks
 from cpsr.ranks.link import LAUNCHER, SHUTDOWN, VERBOSE, Report
 
 __all__ = ["run_job"]
 
 RESTARTS_MAX = 3
-NO_SCRIPT_STATUS = 2  # as of any unusable command line
+UNUSABLE_STATUS = 2  # of a command line
+# By whether this machine only waits as a spare.
+LEFT = {
+    False: "The job left after {}; start it with the same command to go on",
+    True: "This spare left after {}; the job goes on without it",
+}
+UNREACHED = {
+    False: "This node cannot join the others ({}): the launcher of another one has ended, or is out of reach",
+    True: "This spare does not reach the machine of --rdzv-endpoint ({}), so it can take no place: the job has left, "
+    "or that machine is lost; start the spare again when the job runs",
+}
 # What is set unless the user has set it.
 ENVIRONMENT = {
     # The ranks' own store, new for each life: in the agent's, gloo finds the addresses of the dead group.
@@ -45,8 +57,11 @@ def run_job(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(list(arguments))
     if not (parsed.module or parsed.no_python or Path(parsed.training_script).is_file()):
         _report(f"There is no script {parsed.training_script}; name one, or give -m for a module {HOW_IT_ENDS}")
-        return NO_SCRIPT_STATUS
+        return UNUSABLE_STATUS
     _restartable(parsed)
+    if parsed.spare and (parsed.standalone or parsed.rdzv_backend != "c10d"):
+        _report(f"--spare needs --rdzv-endpoint, the address at which all launchers of the job meet {HOW_IT_ENDS}")
+        return UNUSABLE_STATUS
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if parsed.nproc_per_node != "1":
@@ -62,20 +77,18 @@ def run_job(arguments: Sequence[str]) -> int:
         report = Report(Path(directory))
         details = _report if parsed.verbose else (lambda line: None)
         warm = WarmRanks(report, _report, details, is_on=not (parsed.no_warm or parsed.no_python))
+        spare = Spare(warm, _report, waits=parsed.spare)
         try:
-            with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report, warm):
+            with agent_that_recovers(Failures(report, parsed.max_restarts, _report), report, warm, spare):
                 torchrun.run(parsed)  # type: ignore[no-untyped-call]
         except JobEndedError as ended:
             _report(str(ended))
             return ended.status
         except SignalException as error:
-            _report(f"The job left after {error.sigval.name}; start it with the same command to go on")
+            _report(LEFT[spare.waits].format(error.sigval.name))
             return 128 + int(error.sigval)
         except RendezvousError as error:
-            _report(
-                f"This node cannot join the others ({error}): the launcher of another one has ended, or is out of "
-                f"reach {HOW_IT_ENDS}"
-            )
+            _report(f"{UNREACHED[spare.waits].format(error)} {HOW_IT_ENDS}")
             return 1
         except ChildFailedError as error:  # ranks that nothing can end, in the kernel
             _report(f"The job failed: {error.get_first_failure()[1].message} {HOW_IT_ENDS}")
@@ -93,6 +106,11 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("--verbose", action="store_true", help="Show the agent's log and details of each recovery.")
     parser.add_argument("--no-warm", action="store_true", help="Let the ranks import everything again at a restart.")
+    parser.add_argument(
+        "--spare",
+        action="store_true",
+        help="Wait, with a warm process, until a machine of the job is lost, and take its place (docs/spare.md).",
+    )
     # The default port differs among versions of torch: only a port that the user names is one that jobs may share.
     own_defaults = {"max_restarts": RESTARTS_MAX, "master_port": None}
     from_environment = {name for name in own_defaults if f"PET_{name.upper()}" in os.environ}  # torchrun looks there

@@ -73,6 +73,9 @@ class WarmRanks:
         print_line: prints one line.
         print_detail: prints one line for people who look into it.
         is_on: whether there may be one.
+
+    Attributes:
+        needs: what the process was started with, for that of a spare machine; None without one.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class WarmRanks:
         self._process: _WarmProcess | None = None
         self._is_over = not is_on  # or after an obstacle that would come again
         self._forks = False  # in this start
+        self.needs: dict[str, Any] | None = None
 
     def look(self) -> None:
         """Start the process once the ranks have opened a run, and see how it does; called periodically."""
@@ -105,8 +109,25 @@ class WarmRanks:
     def _begin(self) -> None:
         imported = self._report.imported() if self._process is None and self._command else None
         if imported is not None:
-            self._process = _WarmProcess(self._command, self._environment)
-            self._process.ask({"launcher": os.getpid(), "imported": asdict(imported)})
+            given = {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
+            self.needs = {"variables": given, "imported": asdict(imported)}
+            self._start()
+
+    def prepare(self, command: tuple[str, ...], needs: dict[str, Any]) -> None:
+        """Start the process before this machine has ranks.
+
+        Args:
+            command: of a rank.
+            needs: of another machine.
+        """
+        if not self._is_over:
+            self.needs, self._command = needs, command
+            self._environment = {**os.environ, **needs["variables"]}
+            self._start()
+
+    def _start(self) -> None:
+        self._process = _WarmProcess(self._command, self._environment)
+        self._process.ask({"launcher": os.getpid(), "imported": (self.needs or {})["imported"]})
 
     def begin_start(self) -> None:
         """Decide, before ranks start, whether they can be forks."""

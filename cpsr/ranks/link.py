@@ -61,6 +61,7 @@ PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
 PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
 SHOWN = "shown-"  # begins the names of files that outlive a start
 IMPORTED = f"{SHOWN}imported"
+LOST = "lost"
 
 # Removed from the environment: a program that a rank starts, with a run of its own, must not report here.
 _directory = Path(os.environ.pop(LAUNCHER, ""))
@@ -150,6 +151,15 @@ class Report:
         except OSError as error:
             return not isinstance(error, FileExistsError)
         return True
+
+    def lose(self, machines: str) -> None:
+        """Let the ranks know that their launcher has lost other machines of the job, and starts again without them."""
+        self._write(LOST, machines)
+
+    def lost(self) -> str | None:
+        """The machines that the launcher has lost; None if none."""
+        found = self._read(LOST)
+        return None if found is None else str(found)
 
     def opened(self) -> Opened | None:
         """The run of these ranks; None until one has opened it."""

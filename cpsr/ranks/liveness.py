@@ -18,6 +18,7 @@ from cpsr.config import RanksConfig
 from cpsr.ranks.board import Board
 from cpsr.ranks.courier import Courier
 from cpsr.ranks.heartbeat import NONE, Heartbeat, HeartbeatFiles, Phase, newer_life
+from cpsr.ranks.link import report
 
 __all__ = ["GivenUp", "Liveness"]
 
@@ -221,6 +222,9 @@ class Liveness:
         newer = self._newer_life() if paused or not written else None
         if newer is not None:
             return GivenUp(f"this process is of life {self._life}, and life {newer} has begun")
+        launcher = report()
+        if (lost := None if launcher is None else launcher.lost()) is not None:
+            return GivenUp(f"the launcher has lost {lost}")
         heard = {rank: self._newest(rank) for rank in self._silence}
         self._sees_locks()
         changed = {rank for rank, heartbeat in heard.items() if heartbeat != self._known.get(rank)}

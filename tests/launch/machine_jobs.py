@@ -41,6 +41,8 @@ class MachineJob:
         kind: `ddp`, or a stage of ZeRO.
         settings: more of CPSR's configuration; sections are merged.
         launcher: `cpsr run`, or `torchrun`.
+        nodes: of torchrun's `--nnodes`.
+        rendezvous: of its `--rdzv-conf`.
     """
 
     def __init__(
@@ -50,10 +52,13 @@ class MachineJob:
         kind: str = "ddp",
         settings: Mapping[str, Any] | None = None,
         launcher: str = "cpsr run",
+        nodes: str = "1:3",
+        rendezvous: Mapping[str, int] = RENDEZVOUS,
     ) -> None:
         program, *command = launcher.split()
         self._command = [str(BIN / program), *command]
         self._machines, self.directory, self._kind = machines, directory, kind
+        self._nodes, self._rendezvous = nodes, rendezvous
         self.run_dir = directory / "run"
         config: dict[str, Any] = {"run_dir": str(self.run_dir), **CONFIGURATION}
         for name, value in (settings or {}).items():
@@ -61,16 +66,17 @@ class MachineJob:
         self._arguments = [str(directory), json.dumps(config), kind]
         self.launchers: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, machine: int, store: int = 0) -> None:
+    def start(self, machine: int, store: int = 0, *more: str) -> None:
         """Start the launcher of a machine.
 
         Args:
             machine: its number.
             store: the machine at which the launchers meet.
+            more: options.
         """
-        options = ["--nnodes=1:3", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"]
+        options = [*more, f"--nnodes={self._nodes}", "--nproc-per-node=1", "--max-restarts=100", "--rdzv-backend=c10d"]
         options += [f"--rdzv-endpoint={self._machines.names[store]}:{PORT}", "--rdzv-id=job"]
-        options += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in RENDEZVOUS.items())}"]
+        options += [f"--rdzv-conf={','.join(f'{key}={value}' for key, value in self._rendezvous.items())}"]
         options += [] if self._command[0].endswith("torchrun") else ["--verbose"]
         command = [*self._command, *options, str(JOB), *self._arguments]
         left_out = ("PET_", "TORCHELASTIC", "CPSR_")
