@@ -6,12 +6,15 @@ have been heard for torch's keep-alive time, and in an order that all who wait a
 """
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from cpsr.launch.ends import JobEndedError
@@ -67,11 +70,12 @@ class Spare:
         """Leave in the store what the warm process of a spare needs, once; called periodically on one machine."""
         if not self._is_told and self._warm.needs is not None and self._is_dynamic:
             self._is_told = True
-            self._handler._store.set(IMPORTS, json.dumps(self._warm.needs))
+            with suppress(RuntimeError):  # a store that is out of reach ends the rendezvous, too
+                self._handler._store.set(IMPORTS, json.dumps(self._warm.needs))
 
     def look(self) -> None:
         """Keep a warm process, as soon as the ranks of the job have said what it imports; called periodically."""
-        with suppress(RuntimeError):  # a store that is out of reach ends the rendezvous, too
+        with suppress(RuntimeError):
             if not self._is_told and self._handler._store.check([IMPORTS]):
                 self._is_told = True
                 self._warm.prepare(self._command, json.loads(self._handler._store.get(IMPORTS)))
@@ -84,6 +88,8 @@ class Spare:
     def begins_to_wait(self) -> None:
         """Note that this launcher has no place."""
         self.waits = True
+        for number in (signal.SIGTERM, signal.SIGINT):  # torch handles them from the start of the ranks on
+            signal.signal(number, _leave)
         self._print_line("Waiting as a spare: this machine takes the place of one that is lost")
 
     def takes_a_place(self) -> None:
@@ -113,24 +119,28 @@ class _Join(_torch._RendezvousJoinOp):  # type: ignore[misc]
             ctx: the launcher and the state of the rendezvous.
             deadline: when to give up, in seconds of the monotonic clock; not while it waits as a spare.
         """
-        action, node, listed = _torch._Action, ctx.node, ctx.state.redundancy_list
-        if node not in listed:
-            if self._spare.waits and ctx.state.closed:
-                raise JobEndedError(0, "The job has ended; this spare was not needed")
-            if self._spare.waits:
-                return action.ADD_TO_REDUNDANCY_LIST
-            return super().__call__(ctx, self._deadline or deadline)
-        if not self._is_listed:
-            self._is_listed = True
-            self._spare.begins_to_wait()
-        if ctx.state.closed:
-            return action.REMOVE_FROM_REDUNDANCY_LIST  # which says that this launcher knows
-        if self._has_place(ctx):
+        action, state, node = _torch._Action, ctx.state, ctx.node
+        if node in state.redundancy_list:
+            if not self._is_listed:
+                self._is_listed = True
+                self._spare.begins_to_wait()
+            if state.closed:
+                return action.REMOVE_FROM_REDUNDANCY_LIST  # which says that this launcher knows
+            if self._has_place(ctx):
+                return action.ADD_TO_WAIT_LIST  # and off the other list in the same write
+            self._spare.look()
+            return action.KEEP_ALIVE if _torch._should_keep_alive(ctx) else action.SYNC
+        if self._is_listed and node in state.wait_list | state.participants.keys():
+            self._is_listed = False
             self._deadline = time.monotonic() + ctx.settings.timeout.join.total_seconds()
             self._spare.takes_a_place()
-            return action.ADD_TO_WAIT_LIST  # and off the other list in the same write
-        self._spare.look()
-        return action.KEEP_ALIVE if _torch._should_keep_alive(ctx) else action.SYNC
+        if self._spare.waits and state.closed:
+            raise JobEndedError(0, "The job has ended; this spare was not needed")
+        if self._spare.waits:
+            return action.ADD_TO_REDUNDANCY_LIST
+        if node in state.wait_list and state.complete and len(state.participants) >= ctx.settings.max_nodes:
+            return action.REMOVE_FROM_WAIT_LIST  # for torch's other list: who waits here has the others start again
+        return super().__call__(ctx, self._deadline or deadline)
 
     def _has_place(self, ctx: Any) -> bool:
         """Whether the job lacks a machine, and it is this launcher's turn."""
@@ -164,6 +174,10 @@ class _Close(_torch._RendezvousCloseOp):  # type: ignore[misc]
         following = super().__call__(ctx, deadline)
         is_seen = not ctx.state.redundancy_list or time.monotonic() > self._until
         return following if following is not action.FINISH or is_seen else action.SYNC
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    raise SignalException("while it waited", signal.Signals(number))
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class WarmRanks:
         is_on: whether there may be one.
 
     Attributes:
-        needs: what the process was started with, for that of a spare machine; None without one.
+        needs: what the process of any machine of the job needs: variables and imports of a rank; None until known.
     """
 
     def __init__(
@@ -106,28 +106,24 @@ class WarmRanks:
         if obstacle is not None:
             self._end(f"{_FRESH}: {obstacle}", is_over=True)
 
-    def _begin(self) -> None:
-        imported = self._report.imported() if self._process is None and self._command else None
-        if imported is not None:
-            given = {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
-            self.needs = {"variables": given, "imported": asdict(imported)}
-            self._start()
-
     def prepare(self, command: tuple[str, ...], needs: dict[str, Any]) -> None:
-        """Start the process before this machine has ranks.
+        """Let `look` start the process before this machine has ranks.
 
         Args:
             command: of a rank.
             needs: of another machine.
         """
-        if not self._is_over:
-            self.needs, self._command = needs, command
-            self._environment = {**os.environ, **needs["variables"]}
-            self._start()
+        self._command, self._environment, self.needs = command, {**os.environ, **needs["variables"]}, needs
 
-    def _start(self) -> None:
-        self._process = _WarmProcess(self._command, self._environment)
-        self._process.ask({"launcher": os.getpid(), "imported": (self.needs or {})["imported"]})
+    def _begin(self) -> None:
+        if self._process is not None or not self._command:
+            return
+        if self.needs is None and (imported := self._report.imported()) is not None:
+            given = {name: value for name, value in self._environment.items() if os.environ.get(name) != value}
+            self.needs = {"variables": given, "imported": asdict(imported)}
+        if self.needs is not None:
+            self._process = _WarmProcess(self._command, self._environment)
+            self._process.ask({"launcher": os.getpid(), "imported": self.needs["imported"]})
 
     def begin_start(self) -> None:
         """Decide, before ranks start, whether they can be forks."""
@@ -183,6 +179,7 @@ class WarmRanks:
         self.close()
         if not is_over:
             self._report.forget_imported()
+            self.needs = None
         self._is_over, self._forks = is_over, False
         self._print_line(message)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import time
 from collections import defaultdict
@@ -96,6 +97,17 @@ class MachineJob:
         for machine in machines:
             self._machines.kill(machine)
             self.launchers[machine].wait()
+
+    def lose(self, machine: int) -> None:
+        """The machine is gone without a word: its network is down, and its processes stand still with their locks."""
+        self._machines.cut_off(machine)
+        self._machines.freeze(machine)
+
+    def find(self, machine: int) -> None:
+        """A lost machine goes on where it was."""
+        self._machines.reconnect(machine)
+        self._machines.thaw(machine)
+        self.launchers[machine].send_signal(signal.SIGCONT)  # nsenter stops with its program
 
     def output(self, machine: int) -> str:
         """What its launchers have printed."""

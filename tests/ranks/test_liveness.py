@@ -13,6 +13,7 @@ from cpsr.config import RanksConfig
 from cpsr.ranks.courier import Courier
 from cpsr.ranks.emergency_dump import LEFT_EXIT_STATUS
 from cpsr.ranks.heartbeat import Heartbeat, HeartbeatFiles, Phase
+from cpsr.ranks.link import Report
 from cpsr.ranks.liveness import BEAT_SECONDS, NOTICE_SECONDS, Liveness
 from tests.ranks.dumping_ranks import Ranks, boards, ranks, until
 
@@ -228,6 +229,16 @@ def test_locks_that_stay_on_one_machine_end_no_job(tmp_path: Path, monkeypatch: 
     watch.say(1, Heartbeat(2))
     assert all(watch.look(0, 1.0) is None for _ in range(40))  # it beats late
     assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(30)][-1])
+
+
+def test_ranks_leave_where_their_launcher_has_lost_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = Report(tmp_path / "launcher")
+    launcher.clear()
+    monkeypatch.setattr("cpsr.ranks.link._directory", tmp_path / "launcher")
+    watch = Watch(tmp_path, 2, 2, heartbeat_timeout_seconds=60.0)
+    assert watch.look(0, 1.0) is None
+    launcher.lose("machine-1")
+    assert watch.look(0, 1.0) == "the launcher has lost machine-1"
 
 
 def _hold(courier: Courier) -> None:
