@@ -1,6 +1,6 @@
 """How long a job stands still after the loss of a machine: with a spare, and without one.
 
-    python -m tests.launch.measure_spare --json benchmarks/results/<date>-spare.json
+    python -m benchmarks.tests.measure_spare --json benchmarks/results/<date>-spare.json
 
 Needs root: the machines are kernel namespaces of this one. The job is that of `machines_job.py`: two ranks of DDP, a
 step of 0.1 s, states in memory with one replica. The loss: the network is down, and all processes are killed.
