@@ -1,5 +1,6 @@
 """A machine that waits takes the place of a lost one; real networks, names and memories."""
 
+import math
 import re
 import signal
 import time
@@ -31,9 +32,11 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield found
 
 
-def begun(machines: Machines, directory: Path, *spares: int, nodes: str = "2") -> tuple[MachineJob, int]:
+def begun(
+    machines: Machines, directory: Path, *spares: int, nodes: str = "2", kind: str = "ddp"
+) -> tuple[MachineJob, int]:
     """A job of machines 0 and 1, whose spares are warm; its life."""
-    job = MachineJob(machines, directory, settings=SETTINGS, nodes=nodes)
+    job = MachineJob(machines, directory, kind, SETTINGS, nodes=nodes)
     life = job.begin(2, iterations=12)
     for spare in spares:
         job.start(spare, 0, "--spare")
@@ -46,25 +49,27 @@ def on(job: MachineJob, life: int) -> set[str]:
     return {row["machine"] for row in job.rows() if row["life"] == life}
 
 
-def require_exact(job: MachineJob, lives: list[int]) -> None:
-    """Each of these lives went on from memory, near the failure, and all together are one training."""
+def require_exact(job: MachineJob, lives: list[int], tolerance: float = 1e-3) -> None:
+    """Each of these lives went on from memory, near the failure; by witnesses and losses all are one training."""
     begins = job.begins()
     for life in lives:
         assert (begins[life]["ranks"], begins[life]["method"]) == (2, "exact"), job.everything()
         assert begins[life]["failure_iteration"] - begins[life]["iteration"] < 10, job.everything()
     assert "Exact, checked over" in "".join(job.output(machine) for machine in job.launchers)
-    require_one_training(kept(job.rows(), begins))
+    require_one_training(kept(job.rows(), begins), tolerance)
 
 
-def test_a_spare_takes_the_place_of_a_machine_that_vanishes(machines: Machines, tmp_path: Path) -> None:
-    job, life = begun(machines, tmp_path, 2)
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_spare_takes_the_place_of_a_machine_that_vanishes(machines: Machines, tmp_path: Path, kind: str) -> None:
+    job, life = begun(machines, tmp_path, 2, kind=kind)
     machines.cut_off(1)
     job.kill(1)
     after = job.reached(2, after=life)
     assert on(job, after) == {machines.names[0], machines.names[2]}
-    assert all(row["forked"] for row in job.rows() if row["life"] == after), job.everything()
+    if kind == "ddp":  # an import of DeepSpeed's may keep ranks from being forks
+        assert all(row["forked"] for row in job.rows() if row["life"] == after), job.everything()
     assert job.finish() == {0: 0, 1: -signal.SIGKILL, 2: 0}, job.everything()
-    require_exact(job, [after])
+    require_exact(job, [after], 1e-3 if kind == "ddp" else math.inf)  # by itself DeepSpeed differs from plain torch
 
 
 @pytest.mark.slow
