@@ -14,6 +14,7 @@
     │   └── SaveError                a save failed or was skipped; training goes on
     ├── UnevenRanksError         a rank has left its training loop, and others wait for it
     ├── RecoveryError            no source of state can be restored
+    ├── WrongArithmeticError     a device of this rank has computed wrong results twice
     ├── NotRestoredError         a restart has repeated a step, and it differs from its first execution
     ├── TargetError              the target of copies cannot be read or written now
     └── JournalError             the journal cannot be read or has a newer schema
@@ -40,6 +41,7 @@ __all__ = [
     "TargetError",
     "UnevenRanksError",
     "UnsupportedEngineError",
+    "WrongArithmeticError",
 ]
 
 
@@ -110,6 +112,18 @@ class RecoveryError(CPSRError):
 
 class NotRestoredError(CPSRError):
     """A step that a restart repeats differs from its first execution, and `restart.on_difference` is `stop`."""
+
+
+class WrongArithmeticError(CPSRError):
+    """A repeated step showed twice that a device computes wrong results; the message names it.
+
+    Attributes:
+        alone: its machine leaves the job, and the others go on without it.
+    """
+
+    def __init__(self, message: str, *, alone: bool = False) -> None:
+        super().__init__(message)
+        self.alone = alone
 
 
 class TargetError(CPSRError):

@@ -273,7 +273,7 @@ def plan_retention(
     checkpoints: Sequence[SavedCheckpoint],
     rules: Retention,
     others: Mapping[str, int] | None = None,
-    copied: int | None = None,
+    stays: Collection[int | None] = (),
 ) -> RetentionPlan:
     """Decide about committed checkpoints.
 
@@ -281,12 +281,12 @@ def plan_retention(
         checkpoints: ascending in iteration, at least one.
         rules: spans, counts and the cap on the disk.
         others: bytes of slabs that stay whatever is decided, and count against the cap.
-        copied: a checkpoint that stays whole, because it is being copied elsewhere.
+        stays: checkpoints that stay whole: the one that is being copied elsewhere, and the newest that is verified.
     """
     newest = checkpoints[-1].iteration
     recent = {info.iteration for info in checkpoints[-rules.history_min_checkpoints :]}
     whole = [info.iteration for info in checkpoints if info.full]
-    keep_whole = {*whole[-rules.full_checkpoints :], *(one for one in whole if one == copied)}
+    keep_whole = {*whole[-rules.full_checkpoints :], *(one for one in whole if one in stays)}
     kept = {
         info.iteration: _sizes(info.listing, whole=info.iteration in keep_whole)
         for info in checkpoints
@@ -319,13 +319,13 @@ def _taken(kept: Iterable[Mapping[str, int]], others: Mapping[str, int] | None) 
     return sum(taken.values())
 
 
-def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> RetentionPlan:
+def retain(checkpoints: Path, rules: Retention, stays: Collection[int | None] = ()) -> RetentionPlan:
     """Apply the rules to a run's directory, after a commit; also completes interrupted earlier passes.
 
     Args:
         checkpoints: the run's `checkpoints` directory.
         rules: spans, counts and the cap on the disk.
-        copied: see `plan_retention`.
+        stays: see `plan_retention`.
 
     Raises:
         OSError: the file system refused; what is still there is still valid.
@@ -337,7 +337,7 @@ def retain(checkpoints: Path, rules: Retention, copied: int | None = None) -> Re
     _remove_asides(found)
     _remove_uncommitted(found, before=max(found.checkpoints, key=lambda info: info.listing.sequence).iteration)
     others = _listed_elsewhere(checkpoints, found)
-    plan = plan_retention(found.checkpoints, rules, others, copied)
+    plan = plan_retention(found.checkpoints, rules, others, stays)
     for info in [info for info in found.checkpoints if info.iteration in plan.delete]:
         remove_tree(info.directory)
         found.checkpoints.remove(info)

@@ -87,7 +87,8 @@ def kept_bytes(state_bytes: int, weight_bytes: int, config: CPSRConfig) -> int:
     copied = int(checkpoint.target is not None)  # stays whole while it is read
     # If the planner chooses the interval, it is not known yet: assume the longest.
     interval = checkpoint.interval_iterations or config.planner.interval_max_iterations
-    full = (kept.full_checkpoints + 1 + copied) * state_bytes
+    verified = int(config.verification.budget_fraction > 0)
+    full = (kept.full_checkpoints + 1 + copied + verified) * state_bytes
     history = kept.history_checkpoints(interval) * weight_bytes
     if checkpoint.disk_limit_bytes is not None:
         history = min(history, max(checkpoint.disk_limit_bytes - full, 0))  # retention drops history first

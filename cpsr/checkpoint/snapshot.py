@@ -435,15 +435,16 @@ class SnapshotPool:
         for index in self.occupancy.unseal_after(iteration):
             self._buffers[index].unseal()
 
-    def acquire(self, iteration: int, spare: Collection[str] = ()) -> Snapshot | None:
+    def acquire(self, iteration: int, spare: Collection[str] = (), *, keep_newest: bool = False) -> Snapshot | None:
         """An empty snapshot to load a state into, None when every buffer is in use.
 
         Args:
             iteration: of that state.
             spare: names of files in shared memory whose buffers are used last: the states that may be loaded. Another
                 file of an earlier life may hold the same iteration.
+            keep_newest: take no buffer whose state a kill needs now.
         """
-        snapshot = self._take(iteration, spare=spare)
+        snapshot = self._take(iteration, spare=spare, keep_newest=keep_newest)
         if snapshot is not None:
             snapshot.shard = self._buffers[snapshot.place].shard_at(iteration)
             snapshot.taken_at = {}  # told by what is loaded

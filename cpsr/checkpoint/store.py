@@ -18,7 +18,7 @@ An iteration may be saved again, as a whole after a sparse checkpoint. Its `COMM
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -74,6 +74,7 @@ class CheckpointStore:
         rank, run_id: as given.
         directory: `<run_dir>/checkpoints`.
         copied_iteration: a checkpoint that is being copied elsewhere, which `retain` leaves whole; None: none.
+        verified_iterations: checkpoints that a verified step began with, which `retain` leaves whole.
         drifted: which replicas a commit found to differ (rank 0), as a sentence; None: none so far.
         frozen: files of this rank's parameters outside the optimizer; None: it has none.
         reshard: loads a checkpoint of another number of ranks into the views; None: refused.
@@ -96,6 +97,7 @@ class CheckpointStore:
         self._sequence = 0  # largest commit count that was seen or assigned in this life
         self._committed_attempt = -1  # the last one with a commit; once this store has one, no other store commits
         self.copied_iteration: int | None = None
+        self.verified_iterations: Sequence[int] = ()
         self.drifted: str | None = None
         self.frozen: FrozenFiles | None = None
         self.reshard: Callable[[SavedCheckpoint, Shard], Any] | None = None
@@ -339,7 +341,7 @@ class CheckpointStore:
             CheckpointError: a checkpoint became damaged or unreadable meanwhile; the same.
         """
         self.refuse_superseded()
-        return retain(self.directory, rules, self.copied_iteration)
+        return retain(self.directory, rules, (self.copied_iteration, *self.verified_iterations))
 
     def _record_drift(self, drifted: str) -> None:
         """Record differing replicas for this life and, in the run's directory, for later ones."""

@@ -261,6 +261,17 @@ class PeersConfig(Section):
     )
 
 
+class VerificationConfig(Section):
+    """Steps that are repeated to see whether their arithmetic is right; see docs/verification.md."""
+
+    budget_fraction: float = Field(
+        default=0.002,
+        ge=0,
+        le=1,
+        description="Share of the training time that repeated steps may take. 0: no step is repeated.",
+    )
+
+
 class ServiceConfig(Section):
     """The HTTP service as a child process of rank 0; `cpsr serve` starts it without the job."""
 
@@ -302,6 +313,7 @@ class CPSRConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     ranks: RanksConfig = RanksConfig()
     peers: PeersConfig = PeersConfig()
+    verification: VerificationConfig = VerificationConfig()
     service: ServiceConfig = ServiceConfig()
 
     @classmethod

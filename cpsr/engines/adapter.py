@@ -5,10 +5,10 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -139,10 +139,19 @@ class Pipeline:
     traffic: Any
 
 
+class _Nobody:
+    """A `StepObserver` that does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *told: None
+
+
 class Loop(Protocol):
     """Watches the user's loop over an engine."""
 
     gives_loss: bool
+    observer: StepObserver  # while hooks are installed
+    recorder: Any  # a `RecordedStep` that follows the forwards; None between them
 
     def attach(self, observer: StepObserver) -> None:
         """Install the hooks; the engine's own methods keep their signatures and results.
@@ -375,6 +384,41 @@ class EngineAdapter(ABC):
     def clip_gradients(self, norm: float) -> None:
         """Clip gradients at this norm from now on; of an engine that clips itself."""
         raise NotImplementedError(f"the loop clips, not {type(self).__name__}")
+
+    # Repeating a step: see `RecordedStep`
+
+    updates_itself = False  # `called.step()` is the update, and `called.backward` may be the backward
+
+    # Whether the next backward reduces gradients over the ranks; None: the engine decides.
+    reduces_gradients: bool | None = None
+
+    @property
+    @abstractmethod
+    def called(self) -> Any:
+        """What the loop calls: the engine, or the module with its wrapper."""
+
+    @property
+    def loop(self) -> Loop:
+        """The hooks on the loop."""
+        return self._loop
+
+    def forward_weights(self) -> dict[str, torch.Tensor]:
+        """What this rank holds of the weights of forward and backward, by name; views."""
+        named = ((self._names[id(one)], local(self._held(one))) for one in self._parameters)
+        return {name: held for name, held in named if held.numel()}
+
+    def repetition_obstacle(self) -> str | None:
+        """Why a step cannot be repeated without the loop, one clause for people; None where it can."""
+        return None
+
+    @contextmanager
+    def unobserved(self) -> Iterator[None]:
+        """Inside, the observer learns of no step; then call `load_scalars`, which also forgets what was counted."""
+        observer, self._loop.observer = self._loop.observer, cast(StepObserver, _Nobody())
+        try:
+            yield
+        finally:
+            self._loop.observer = observer
 
     def repeated_steps(self) -> Any:
         """Begin to note what steps come to: `DeepSpeedRepeatedSteps`; None where a replay computes every gradient."""

@@ -173,6 +173,17 @@ class DeepSpeedAdapter(EngineAdapter):
         """See `EngineAdapter.repeated_steps`."""
         return DeepSpeedRepeatedSteps(self._engine, self._names) if can_leave_out(self._engine) else None
 
+    updates_itself = True
+
+    @property
+    def called(self) -> Any:
+        """The engine."""
+        return self._engine
+
+    def repetition_obstacle(self) -> str | None:
+        """See `EngineAdapter.repetition_obstacle`."""
+        return "a pipeline runs its step inside train_batch" if self._pipeline else None
+
     def push_down(self) -> None:
         """Copy the masters into the module's parameters, and wait until they are there; collective under ZeRO."""
         push_down(self._engine.optimizer)

@@ -35,14 +35,16 @@ class DeepSpeedLoop:
 
     Attributes:
         gives_loss: whether the last training forward returned a loss.
+        recorder: follows the training forwards; None: nothing does.
     """
 
-    _observer: StepObserver  # while hooks are installed
+    observer: StepObserver  # while hooks are installed
 
     def __init__(self, engine: Any, pipeline: bool) -> None:
         self._engine, self._pipeline = engine, pipeline
         self._hooks = Hooks()
         self.gives_loss = False
+        self.recorder: Any = None
         self.forget_step()
 
     def attach(self, observer: StepObserver) -> None:
@@ -53,7 +55,7 @@ class DeepSpeedLoop:
         """
         if self._hooks.installed:
             raise RuntimeError("this adapter already has an observer; detach it first")
-        self._observer = observer
+        self.observer = observer
         engine, hooks = self._engine, self._hooks
         forget_compiled_code()
         hooks.wrap(engine, "_take_model_step", self._around_update)
@@ -75,7 +77,7 @@ class DeepSpeedLoop:
         """Remove the hooks; without any it does nothing."""
         if self._hooks.installed:
             self._hooks.remove()
-            del self._observer
+            del self.observer
         self.forget_step()
 
     @property
@@ -86,11 +88,11 @@ class DeepSpeedLoop:
         return at_end if iteration == self._engine.global_steps else now - now % per_step
 
     def _around_update(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._observer.before_update()
+        self.observer.before_update()
         return original(*args, **kwargs)
 
     def _before_optimizer_step(self, *_: Any) -> None:
-        self._observer.state_changes()
+        self.observer.state_changes()
 
     def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         before = self._engine.global_steps
@@ -100,11 +102,11 @@ class DeepSpeedLoop:
         return result
 
     def _around_train_batch(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._observer.on_train_batch()
+        self.observer.on_train_batch()
         before = self._engine.global_steps
         result = original(*args, **kwargs)
         if isinstance(result, torch.Tensor):
-            self._observer.on_loss(result.detach())
+            self.observer.on_loss(result.detach())
         if self._engine.global_steps != before:
             self._complete_step()
         return result
@@ -113,9 +115,9 @@ class DeepSpeedLoop:
         losses = [] if self._backward_seen else self._forward_losses
         self.forget_step()
         for loss in losses:
-            self._observer.on_loss(loss)
+            self.observer.on_loss(loss)
         # Last, and nothing after it: the observer may roll the whole engine back, or leave the process.
-        self._observer.after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
+        self.observer.after_step(self._engine.global_steps, bool(self._engine.was_step_applied()))
 
     def forget_step(self) -> None:
         """Drop what was seen of the step in progress: the engine is at the end of a step."""
@@ -126,27 +128,31 @@ class DeepSpeedLoop:
     def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(loss, *args, **kwargs)
         self._backward_seen = True
-        self._observer.on_loss(loss.detach())
+        self.observer.on_loss(loss.detach())
         return result
 
     def _around_load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        self._observer.before_external_load()
+        self.observer.before_external_load()
         result = original(*args, **kwargs)
         if result[0] is None:  # DeepSpeed found no checkpoint, and has changed nothing
-            self._observer.after_external_load(None)
+            self.observer.after_external_load(None)
             return result
         self.forget_step()
-        self._observer.after_external_load(self._engine.global_steps)
+        self.observer.after_external_load(self._engine.global_steps)
         return result
 
     def _before_forward(self, engine: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if engine.module.training and torch.is_grad_enabled():
-            self._observer.on_forward(args, kwargs)
+            self.observer.on_forward(args, kwargs)
+            if self.recorder is not None:
+                self.recorder.before_forward(args, kwargs)
         else:
-            self._observer.on_other_forward()
+            self.observer.on_other_forward()
 
     def _after_forward(self, engine: Any, args: tuple[Any, ...], output: Any) -> None:
         if engine.module.training and torch.is_grad_enabled():
+            if self.recorder is not None:
+                self.recorder.after_forward(output)
             loss = loss_of(output)
             self.gives_loss = loss is not None
             if loss is not None and not self._backward_seen:

@@ -162,6 +162,16 @@ class FullySharded:
             return dtype
         return None
 
+    @property
+    def reduces(self) -> bool | None:
+        """Whether the next backward reduces gradients; None without such submodules."""
+        return next((bool(group.reduce_grads) for group in self._groups()), None)
+
+    @reduces.setter
+    def reduces(self, reduces: bool | None) -> None:
+        for module in self._modules if reduces is not None else ():
+            module.set_requires_gradient_sync(reduces, recurse=False)
+
     def reshard(self) -> None:
         """Let the next forward gather the parameters anew; the module then has the sharded ones again.
 

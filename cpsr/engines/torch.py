@@ -152,6 +152,29 @@ class TorchAdapter(EngineAdapter):
     def _place(self, parameter: torch.nn.Parameter) -> FrozenPlace | None:
         return self._places[id(parameter)] if id(parameter) in self._split else None
 
+    @property
+    def called(self) -> torch.nn.Module:
+        """The module, or the `DistributedDataParallel` around it."""
+        return self._called
+
+    @property
+    def reduces_gradients(self) -> bool | None:
+        """As `no_sync` of DDP, or `set_requires_gradient_sync` of FSDP2 have it; None with neither."""
+        wrapper: Any = wrapper_of(self._called)
+        return self._fully_sharded.reduces if wrapper is None else bool(wrapper.require_backward_grad_sync)
+
+    @reduces_gradients.setter
+    def reduces_gradients(self, reduces: bool | None) -> None:
+        wrapper: Any = wrapper_of(self._called)
+        if wrapper is not None:
+            wrapper.require_backward_grad_sync = reduces
+        else:
+            self._fully_sharded.reduces = reduces
+
+    def repetition_obstacle(self) -> str | None:
+        """See `EngineAdapter.repetition_obstacle`."""
+        return None if self._scaler is None else "the loop scales its loss with a GradScaler"
+
     def push_down(self) -> None:
         """The masters are the parameters: only what FSDP2 gathered of them before is dropped."""
         self._fully_sharded.reshard()

@@ -40,9 +40,10 @@ class TorchLoop:
     Attributes:
         iteration: steps completed, those that the scaler skipped included.
         gives_loss: whether the last training forward returned a loss.
+        recorder: follows the training forwards; None: nothing does.
     """
 
-    _observer: StepObserver  # while hooks are installed
+    observer: StepObserver  # while hooks are installed
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class TorchLoop:
         self._captured = False  # the last forward, into a CUDA graph
         self.iteration = 0
         self.gives_loss = False
+        self.recorder: Any = None
         self.forget_step()
 
     def attach(self, observer: StepObserver) -> None:
@@ -68,7 +70,7 @@ class TorchLoop:
         """
         if self._hooks.installed:
             raise RuntimeError("this adapter already has an observer; detach it first")
-        self._observer = observer
+        self.observer = observer
         hooks = self._hooks
         forget_compiled_code()
         # First of all hooks: those of a sharded module gather its parameters.
@@ -90,7 +92,7 @@ class TorchLoop:
         """Remove the hooks; without any it does nothing. A step that is not complete by then is not reported."""
         if self._hooks.installed:
             self._hooks.remove()
-            del self._observer
+            del self.observer
         self.forget_step()
 
     def forget_step(self) -> None:
@@ -112,16 +114,20 @@ class TorchLoop:
         if module.training and torch.is_grad_enabled():
             if self._update_begun:
                 self.require_complete()
-            self._observer.on_forward(args, kwargs)
+            self.observer.on_forward(args, kwargs)
+            if self.recorder is not None:
+                self.recorder.before_forward(args, kwargs)
         else:
-            self._observer.on_other_forward()
+            self.observer.on_other_forward()
 
     def _after_forward(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if module.training and torch.is_grad_enabled() and not self._captured:
+            if self.recorder is not None:
+                self.recorder.after_forward(output)
             loss = loss_of(output)
             self.gives_loss = loss is not None
             if loss is not None:
-                self._observer.on_loss(loss.detach())
+                self.observer.on_loss(loss.detach())
 
     def require_complete(self) -> None:
         """Check that the loop is between two steps.
@@ -149,12 +155,12 @@ class TorchLoop:
         """
         if not self._update_begun:
             self._update_begun = True
-            self._observer.before_update()
+            self.observer.before_update()
         elif part is not None and (not self._called or any(part is other for other in self._called)):
             self.require_complete()
         if changes and not self._changes:
             self._changes = True
-            self._observer.state_changes()
+            self.observer.state_changes()
 
     def _end(self, part: Any) -> None:
         """That call has returned; with the last one the step is complete."""
@@ -165,7 +171,7 @@ class TorchLoop:
         self._begin_step()
         self.iteration += 1
         # Last, and nothing after it: the observer may roll the whole state back, or leave the process.
-        self._observer.after_step(self.iteration, applied)
+        self.observer.after_step(self.iteration, applied)
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if captures():

@@ -24,7 +24,17 @@ from cpsr.launch.spare import Spare, waiting
 from cpsr.launch.warm import WarmRanks, forking
 from cpsr.ranks.exits import SIGTERM_STATUS, Exit, cause_of, exits_of, first_of, note_exit, ranks_named
 from cpsr.ranks.heartbeat import HeartbeatFiles, newest_claim
-from cpsr.ranks.link import EXPECTS_ERRORS, JOB, REFUSED_STATUS, SHUTDOWN, SHUTDOWN_SECONDS, Opened, Report, Uncaught
+from cpsr.ranks.link import (
+    EXPECTS_ERRORS,
+    JOB,
+    LEAVES_STATUS,
+    REFUSED_STATUS,
+    SHUTDOWN,
+    SHUTDOWN_SECONDS,
+    Opened,
+    Report,
+    Uncaught,
+)
 
 __all__ = ["HOW_IT_ENDS", "Failures", "JobEndedError", "agent_that_recovers", "job_at"]
 
@@ -75,8 +85,10 @@ class Failures:
         Raises:
             JobEndedError: it is not started again.
         """
-        if any(one.status == REFUSED_STATUS for one in exits):
-            raise JobEndedError(REFUSED_STATUS, "; ".join(self._report.refusals()) or "a rank ended with status 78")
+        statuses = {one.status for one in exits}
+        if not statuses.isdisjoint((REFUSED_STATUS, LEAVES_STATUS)):
+            message = "; ".join(self._report.refusals()) or "a rank ended with status 78"
+            raise JobEndedError(REFUSED_STATUS, message, alone=REFUSED_STATUS not in statuses)
         if all(_after_sigterm(one) for one in exits) and any(one.status == SIGTERM_STATUS for one in exits):
             raise JobEndedError(SIGTERM_STATUS, "The job left after SIGTERM; start it with the same command to go on")
         self.look()
@@ -192,7 +204,12 @@ class _Agent(LocalElasticAgent):
                 Exit.of_status(rank, failure.exitcode, float(failure.timestamp))
                 for rank, failure in result.failures.items()
             ]
-            time.sleep(self.failures.after(exits))
+            try:
+                time.sleep(self.failures.after(exits))
+            except JobEndedError as ended:
+                if ended.alone:  # torch would end the rendezvous, and with it all launchers
+                    worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
+                raise
             # The decision to restart is made here. The difference of the two numbers counts the starts.
             self._worker_group.spec.max_restarts += 1
             self._remaining_restarts += 1

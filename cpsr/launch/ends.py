@@ -11,8 +11,9 @@ class JobEndedError(Exception):
     Args:
         status: its exit status.
         message: one line for the user.
+        alone: the launchers of other machines go on.
     """
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, alone: bool = False) -> None:
         super().__init__(message)
-        self.status = status
+        self.status, self.alone = status, alone

@@ -1,6 +1,7 @@
 """One life of a run: the script of a step, rewinding, closing."""
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from threading import get_ident
@@ -33,6 +34,7 @@ if TYPE_CHECKING:  # loaded when a run opens, by what the job uses
     from cpsr.experts.routed import RoutedTokens
     from cpsr.experts.saving import ExpertSaving
     from cpsr.planner.live.job_planner import JobPlanner
+    from cpsr.verification.verification import Verification
 
 __all__ = ["Life"]
 
@@ -68,6 +70,7 @@ class Life:
     probation: Probation
     planner: "JobPlanner"
     saver: Saver
+    verification: "Verification"
     leaving: Leaving
     board: Board
     agreement: Agreement
@@ -95,6 +98,8 @@ class Life:
         self.steps.before_update()
         if self.memory.pool.running is not None or self.memory.windows is not None:
             self.saver.finish()
+        if self.verification.running:
+            self.verification.before_update(self.saver.copied)
         if boundary.on_device:
             boundary.before_update()
 
@@ -177,6 +182,7 @@ class Life:
     def after_step(self, iteration: int, applied: bool) -> None:
         """One step is complete: publish, save if due, and agree on what comes next."""
         if self.leaving.left:
+            self.verification.cancel()
             self._compare_later(iteration)
             return
         looks = self.attention.is_due(iteration)
@@ -194,6 +200,8 @@ class Life:
         self.boundary.publish(iteration)
         self.boundary.liveness.step(iteration, self.loop.own.end_step())
         self.planner.times.steps_seconds.append(step.seconds)
+        if self.verification.running and self._goes_back(iteration):
+            return
         if looks and not self._look(iteration):
             return
         if (looks or self.job.group.size > 1) and self._agree(iteration):
@@ -283,7 +291,10 @@ class Life:
 
     def _begin_checkpoint(self) -> None:
         iteration = self.job.adapter.iteration  # a later one than it was due at if the loop repeats a batch
-        self.saver.begin_checkpoint(iteration)
+        verifies = self.verification.due(iteration, self.steps.median_seconds)
+        self.saver.begin_checkpoint(iteration, own=verifies)
+        if verifies:
+            self.verification.begin(iteration)
         self.loop.at_checkpoint()
         self._plan(iteration)
 
@@ -327,26 +338,28 @@ class Life:
 
     # Rewinding
 
-    def rewind(self, to: Rewind, restored: Restored | None = None) -> None:
+    def rewind(self, to: Rewind, restore: Callable[[], Restored] | None = None) -> None:
         """Continue from another state; the only way to rewind, a collective.
 
         Used by a roll-back, a diverged state that cannot be rolled back, and the user's own load.
 
         Args:
             to: the new state.
-            restored: the state in the engine; None leaves the small state as it is.
+            restore: brings the engine to that state; None: it has the state, and the small state stays as it is.
 
         Raises:
             SaveError: checkpoints had to be set aside, and a disk did not answer. Nothing was set aside.
         """
         self.attention.call()
         self.saver.set_aside(to)
-        if restored is not None:
+        if restore is not None:
+            restored = restore()
             adopt(self, restored)
             scalars = restored.scalars
             if scalars is not None:  # the loop will still finish the discarded iteration
                 self.loop.tail.defer(partial(self.loop.state.adopt_again, scalars))
         loop = self.loop
+        self.verification.rewound(to.last_kept_iteration)
         loop.learning.rewound(to)
         loop.state.rewound(to)
         self.witnessing.compare_after(to.iteration)
@@ -354,6 +367,20 @@ class Life:
         self.saver.rewound(to)
         loop.events.rewound(to, self.steps.iteration)
         self.steps.iteration = to.iteration
+
+    def _goes_back(self, iteration: int) -> bool:
+        """Repeat the step that has ended; whether the run has gone back, as after wrong arithmetic; a collective."""
+        with self.boundary.busy():
+            self.boundary.emergency_dump.begin_update()
+            verdict = self.verification.conclude(iteration)
+            self.boundary.emergency_dump.end_update(iteration)
+            goes_back = False
+            if verdict is not None and verdict.kind == "wrong":
+                from cpsr.life.wrong_arithmetic import go_back  # rare
+
+                goes_back = go_back(self, verdict, iteration)
+        self.steps.resume_clock()
+        return goes_back
 
     def _is_given_up(self, iteration: int) -> bool:
         """Whether the watched state has diverged and was rolled back; a collective."""
@@ -375,11 +402,10 @@ class Life:
         """Discard the predicted state: restore the exact checkpoint, and recompute."""
         self.boundary.emergency_dump.begin_update()
         self.saver.discard()
+        iteration = self.restored.checkpoint_iteration or 0
         with self.loop.learning.learner.locked():
-            restored = self.restorer.roll_back(self.restored)
-        iteration = restored.restored_iteration
-        self.rewind(Rewind(iteration, iteration, DIVERGED), restored)
-        self.job.journal.event("rolled back", restored.reason, iteration, logging.WARNING)
+            self.rewind(Rewind(iteration, iteration, DIVERGED), partial(self.restorer.roll_back, self.restored))
+        self.job.journal.event("rolled back", self.restored.reason, iteration, logging.WARNING)
         self.probation.discard(self.restored, watch)  # until now memory has kept the checkpoint
         self.boundary.no_dump = None
 
@@ -413,6 +439,7 @@ class Life:
     def disown(self) -> None:
         """This process is a fork of the one that lives this life: here nothing of it is watched, saved or closed."""
         self._disowned = True
+        self.verification.cancel()
         self.job.adapter.detach()
         self.loop.state.unwatch()
         self.loop.tail.drop()

@@ -250,6 +250,10 @@ class Steps:
         self._ended = time.perf_counter()
         self.before_update()
 
+    def resume_clock(self) -> None:
+        """The time since the last step does not count to the next one."""
+        self._ended = time.perf_counter()
+
     def before_update(self) -> None:
         """An update begins: it uses the current learning rates."""
         rates = learning_rates(self._optimizers)

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from cpsr.experts.saving import ExpertSaving
     from cpsr.life.life import Life
     from cpsr.planner.live.job_planner import JobPlanner
+    from cpsr.verification.verification import Verification
 
 __all__ = ["adopt", "open_life"]
 
@@ -142,6 +143,10 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
         exact=exact,
     )
     opened.callback(life.saver.close, ending)
+    life.verification = _verification(life, store)
+    opened.callback(life.verification.close)
+    life.verification.rewound(life.restored.checkpoint_iteration or 0)  # later ones are of an earlier life
+    life.saver.on_saved = life.verification.note_committed
     _start_training(life, store, opened)
 
     # The engine.
@@ -299,6 +304,17 @@ def _planner(job: Job, loop: Loop) -> "JobPlanner":
         second_moment_decay(job.adapter.optimizers),
         loop.learning.predictor.accuracy,
     )
+
+
+def _verification(life: "Life", store: CheckpointStore) -> "Verification":
+    from cpsr.verification.verification import Verification
+
+    off = None
+    if life.tokens is not None:
+        off = "the tokens of its experts are counted, which a repeated step would change"
+    elif life.memory.windows is not None:
+        off = "it keeps windows of snapshots (replay.enabled)"
+    return Verification(life.job, store, life.memory.pool, life.restorer.inject, off)
 
 
 def _routed_tokens(

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,6 +13,7 @@ from cpsr.checkpoint.host_snapshot import Contents
 from cpsr.checkpoint.progress import mark_life
 from cpsr.checkpoint.remote.target import CheckpointTarget
 from cpsr.checkpoint.resources import kept_bytes
+from cpsr.checkpoint.snapshot import Snapshot
 from cpsr.checkpoint.store import DIFFERING, CheckpointStore
 from cpsr.checkpoint.writer import CheckpointWriter, SaveOutcome
 from cpsr.config import CPSRConfig
@@ -56,6 +58,8 @@ class Saver:
 
     Attributes:
         saved_iteration: newest checkpoint; on ranks other than 0 it may be abandoned.
+        on_saved: called with `saved_iteration`, when that is known.
+        copied: the snapshot of a checkpoint that `finish` has completed at its last call; None: of none.
     """
 
     def __init__(
@@ -96,6 +100,8 @@ class Saver:
         self._begun_at = time.perf_counter()
         self._interval_seconds = 0.0  # between the last two checkpoints that were begun
         self.saved_iteration = restored.checkpoint_iteration
+        self.copied: Snapshot | None = None
+        self.on_saved: Callable[[int], None] = lambda iteration: None
         planning = {} if restored.scalars is None else restored.scalars.planning
         self.plan = planner.first_plan(planning)
         job.journal.record(self.plan.row(job.journal.life, restored.restored_iteration))
@@ -127,15 +133,18 @@ class Saver:
         """Count the iterations to the next checkpoint from this one, at which one was due."""
         self._counted_from = iteration
 
-    def begin_checkpoint(self, iteration: int, *, whole: bool = False) -> None:
+    def begin_checkpoint(self, iteration: int, *, whole: bool = False, own: bool = False) -> None:
         """Start the snapshot of a checkpoint; returns while it is being copied; a collective.
 
         Args:
             iteration: the finished one.
             whole: with everything.
+            own: this rank copies all of its state, also what others of its machine could copy for it.
         """
         self._share_alike()
         contents = self._policy.due(iteration, whole=whole)
+        if own:
+            contents = replace(contents, left=None)
         if self.store.frozen is not None:
             self.store.frozen.agree(self._group)
         self._begin(iteration, contents)
@@ -167,7 +176,7 @@ class Saver:
 
     def _begin(self, iteration: int, contents: Contents) -> None:
         started = time.perf_counter()
-        self._last_due = iteration
+        self._last_due, self.copied = iteration, None
         self.memory.at_checkpoint(iteration)  # also where this rank alone has no buffer
         self._planner.times.begun()
         self._interval_seconds, self._begun_at = started - self._begun_at, started
@@ -184,6 +193,7 @@ class Saver:
 
     def finish(self) -> None:
         """Wait for a running copy, whose source is about to change; the writer gets that of a checkpoint."""
+        self.copied = None
         self.memory.before_update()
         running = self.pool.running
         try:
@@ -198,6 +208,7 @@ class Saver:
             return
         self._policy.copied(snapshot)
         if snapshot.disk:
+            self.copied = snapshot
             self._writer.submit(snapshot)
         else:
             self.memory.complete(snapshot)
@@ -272,6 +283,7 @@ class Saver:
             if outcome.status in ("committed", "written"):
                 self.saved_iteration = outcome.iteration
                 self._planner.note(outcome)
+                self.on_saved(outcome.iteration)
             self._policy.saved(outcome, self._interval_seconds)
 
     def _report_copies(self) -> None:

@@ -411,6 +411,21 @@ class Group:
         self._wait(self._group.all_gather(parts, values))
         return parts
 
+    def pass_on(self, data: bytes, *, to: int, back: int) -> bytes:
+        """Send bytes to one rank, and return what another one sends to this one; of all ranks together."""
+        sizes = self.gather(len(data))
+        if self._group is None:
+            return data
+        received = torch.empty(sizes[back], dtype=torch.uint8, device="cpu")
+        sending = self._group.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), to)
+        try:
+            for work in (self._group.receive(received, back), sending):
+                work.wait()  # not in slices: gloo would close the connection after the first
+        except RuntimeError:
+            self._broken = True
+            raise
+        return bytes(received.numpy())
+
     def gather_present(self, value: Any) -> list[Any]:
         """As `gather`, without the ranks whose value is None."""
         return [present for present in self.gather(value) if present is not None]

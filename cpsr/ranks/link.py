@@ -27,6 +27,7 @@ from cpsr.errors import (
     RunMismatchError,
     TargetError,
     UnsupportedEngineError,
+    WrongArithmeticError,
 )
 from cpsr.ranks.exits import lost_another
 from cpsr.ranks.garbage import LastCollections
@@ -36,6 +37,7 @@ __all__ = [
     "EXPECTS_ERRORS",
     "JOB",
     "LAUNCHER",
+    "LEAVES_STATUS",
     "REFUSED_STATUS",
     "SHUTDOWN",
     "SHUTDOWN_SECONDS",
@@ -55,7 +57,8 @@ VERBOSE = "CPSR_VERBOSE"  # set for more than one line per event
 SHUTDOWN = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"  # seconds that torchrun gives its ranks after SIGTERM
 SHUTDOWN_SECONDS = 30  # where that is not set
 REFUSED_STATUS = 78  # EX_CONFIG of sysexits.h
-REFUSALS = (ConfigError, NotRestoredError, UnsupportedEngineError, RunMismatchError)
+LEAVES_STATUS = 79  # this machine leaves the job, and the others go on
+REFUSALS = (ConfigError, NotRestoredError, UnsupportedEngineError, RunMismatchError, WrongArithmeticError)
 PASSING = (RunDirectoryError, TargetError)  # of what cannot be reached now
 # torchrun chooses a free port for the ranks' store, which rank 0 opens seconds later: another process may be faster.
 PORT_TAKEN = re.compile("EADDRINUSE|address already in use", re.IGNORECASE)
@@ -242,7 +245,8 @@ def report_errors() -> None:
         collections.spare()
         if isinstance(error, REFUSALS) and not isinstance(error, RunDirectoryError):
             launcher.refuse(f"{kind.__name__}: {error.one_line()}")
-            raise SystemExit(REFUSED_STATUS)
+            leaves = isinstance(error, WrongArithmeticError) and error.alone
+            raise SystemExit(LEAVES_STATUS if leaves else REFUSED_STATUS)
         show = True
         if isinstance(error, Exception):
             uncaught = _uncaught(error, trace)

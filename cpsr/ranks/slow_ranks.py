@@ -11,8 +11,10 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from cpsr.ranks.heartbeat import Heartbeat
+if TYPE_CHECKING:  # else who reads the paces would load torch
+    from cpsr.ranks.heartbeat import Heartbeat
 
 __all__ = ["Comparisons", "Pace", "Place", "SlowRanks", "device_name", "read_paces"]
 
@@ -132,7 +134,7 @@ class Comparisons:
         self._before: Mapping[int, Heartbeat] | None = None
         self.paces: list[Pace] = []
 
-    def compare(self, said: Mapping[int, Heartbeat]) -> list[Pace] | None:
+    def compare(self, said: "Mapping[int, Heartbeat]") -> list[Pace] | None:
         """Compare what all ranks have done since the last comparison.
 
         Args:
@@ -182,7 +184,7 @@ class Comparisons:
         return True
 
 
-def _seconds_of_step(before: Heartbeat, now: Heartbeat) -> tuple[float, float]:
+def _seconds_of_step(before: "Heartbeat", now: "Heartbeat") -> tuple[float, float]:
     """Own seconds of a step between two heartbeats, and those of them that went to data."""
     steps = (now.steps - before.steps) * MICROSECONDS
     data = (now.data_microseconds - before.data_microseconds) / steps
@@ -215,7 +217,7 @@ class SlowRanks:
         self._comparisons = Comparisons(places, count)
         self._compared = -math.inf
 
-    def look(self, now: float, said: Mapping[int, Heartbeat]) -> None:
+    def look(self, now: float, said: "Mapping[int, Heartbeat]") -> None:
         """Compare, if it is time.
 
         Args:

@@ -284,6 +284,28 @@ class Restorer:
         whole = f"exactly at {place}; nothing is lost" if candidate.beginning is Beginning.EXACT else f"at {place}"
         return replace(restored, reason=f"{lost} iterations are recomputed from {place}" if lost else whole)
 
+    def inject(self, snapshot: Snapshot) -> None:
+        """Put a snapshot of this life into the engine; see `Injection.inject`."""
+        self._injection.inject(snapshot)
+
+    def go_back(self, iteration: int, reason: str) -> Restored:
+        """Restore a checkpoint of this life exactly, once later ones are set aside.
+
+        Args:
+            iteration: of the checkpoint.
+            reason: for the user.
+
+        Raises:
+            RecoveryError: it cannot be used.
+        """
+        started = time.perf_counter()
+        snapshot = self._newest.load_again(iteration)
+        sources = all_from("disk", iteration, self._job.group.size)
+        seconds = time.perf_counter() - started
+        restored = self._injection.restore(snapshot, sources, iteration, None, seconds)
+        self._pool.release(snapshot)
+        return replace(restored, reason=reason)
+
     def roll_back(self, restored: Restored) -> Restored:
         """Abandon a predicted state: restore the checkpoint before it exactly, which is still in memory.
 

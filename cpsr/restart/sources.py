@@ -94,6 +94,21 @@ class NewestCheckpoint:
         self._require_none_committed(passed_over)
         return None
 
+    def load_again(self, iteration: int) -> Snapshot:
+        """Load a checkpoint of the run that is going on; this rank's part, in a buffer that is in use.
+
+        Raises:
+            RecoveryError: it cannot be used, or the file system cannot read it now.
+        """
+        snapshot = self._pool.acquire(iteration)
+        if snapshot is None:
+            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        problem = self._load_into(snapshot)
+        if problem is not None:
+            self._pool.release(snapshot)
+            raise RecoveryError(f"checkpoint {iteration} cannot be used: {problem}. Start the job again")
+        return snapshot
+
     def _load_into(self, snapshot: Snapshot) -> str | None:
         """Load every rank's part of a checkpoint.
 

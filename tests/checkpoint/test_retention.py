@@ -3,6 +3,7 @@
 import errno
 import tempfile
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,10 @@ def infos(iterations: list[int], full: int) -> list[SavedCheckpoint]:
 
 
 def plan(
-    iterations: list[int], full: int = 3, other_bytes: int = 0, copied: int | None = None, **config: int
+    iterations: list[int], full: int = 3, other_bytes: int = 0, stays: Sequence[int] = (), **config: int
 ) -> tuple[list[int], list[int]]:
     settings_ = Retention(**({"history_span_iterations": 100, "history_min_checkpoints": 2} | config))
-    made = plan_retention(infos(iterations, full), settings_, {"other": other_bytes}, copied)
+    made = plan_retention(infos(iterations, full), settings_, {"other": other_bytes}, stays)
     return made.thin, made.delete
 
 
@@ -55,7 +56,7 @@ def test_rules() -> None:
     assert plan([10, 20, 300, 400], full_checkpoints=3) == ([], [10])
     assert plan([10, 200, 300, 400], history_min_checkpoints=4) == ([200], [])
     assert plan([10, 20, 30, 40], full=4) == ([10, 20], [])
-    assert plan([10, 20, 30, 40], full=4, copied=20) == ([10], [])
+    assert plan([10, 20, 30, 40], full=4, stays=[20]) == ([10], [])
 
 
 def test_the_cap_drops_the_oldest_history_first_and_never_the_newest_full_one() -> None:

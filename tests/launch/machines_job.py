@@ -1,7 +1,8 @@
 """A small job whose global batch stays on any number of machines; each rank leaves a line for each iteration.
 
 Arguments: a folder that all machines share, CPSR's configuration as JSON, and `ddp`, or a stage of ZeRO for DeepSpeed.
-The folder gets `rows-<life>-<rank>.jsonl`, and `begins-<life>.json` of rank 0. The file `enough` there ends the job.
+The folder gets `rows-<life>-<rank>.jsonl`, and `begins-<life>.json` of rank 0. The file `enough` there ends the job,
+and the file `faulty` names a machine that computes wrongly from then on.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from cpsr import CPSRRecovery, TorchAdapter
 ITEMS, GLOBAL_BATCH = 48, 12
 ITERATION_SECONDS = 0.1  # so that a test can come in between
 ENOUGH = "enough"
+FAULTY = "faulty"
 FORKED = b"CPSR_WARM=" in Path("/proc/self/environ").read_bytes()  # by the warm process, whose environment it shows
 
 
@@ -47,6 +50,7 @@ class Training:
 
     def __init__(self, kind: str, micro_batches: int) -> None:
         model, self.data = model_and_data()
+        self.inner: Any = model
         self._micro_batches, self._taken, self._engine = micro_batches, 0, None
         self.given: Any
         if kind == "ddp":
@@ -94,6 +98,7 @@ def main(directory: Path, config: dict[str, Any], kind: str) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     steps = GLOBAL_BATCH // ranks
     training = Training(kind, steps)
+    training.inner.register_forward_hook(partial(flip, directory / FAULTY))
     batches = DataLoader(training.data, 1, sampler=DistributedSampler(training.data, ranks, rank, seed=3))
     with CPSRRecovery(training.given, config) as recovery:
         life, restored = recovery.life.job.journal.life, recovery.restored
@@ -121,6 +126,13 @@ def main(directory: Path, config: dict[str, Any], kind: str) -> None:
                     break
                 time.sleep(ITERATION_SECONDS)
     dist.destroy_process_group()
+
+
+def flip(faulty: Path, module: Any, args: Any, output: torch.Tensor) -> None:
+    """One bit of what the model computes, where this machine is named."""
+    if faulty.exists() and faulty.read_text() == socket.gethostname():
+        bits = output.data.view(-1).view(torch.int32)
+        bits[0] = bits[0] ^ (1 << 18)
 
 
 def is_enough(directory: Path) -> bool:

@@ -1,0 +1,478 @@
+"""One step of the user's loop: recorded while it runs, and repeated without the loop."""
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.nn.utils import clip_grad
+from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from cpsr.engines.adapter import EngineAdapter
+from cpsr.engines.distributed_tensors import local
+from cpsr.engines.evaluation import capture_random_states, restore_random_states
+from cpsr.engines.hooks import Hooks
+from cpsr.engines.module_attributes import ModuleAttributes
+from cpsr.engines.optimizer_state import hyperparameters, load_hyperparameters
+from cpsr.state.codec import same
+
+__all__ = ["Evidence", "Fingerprint", "RecordedStep"]
+
+# A fingerprint of a tensor's bits: equal where these are.
+Fingerprint = Callable[[torch.Tensor], Any]
+
+
+@dataclass
+class Evidence:
+    """What one execution of a step came to on this rank: fingerprints, by level and name.
+
+    Attributes:
+        outputs: what the module returned, and the random states after it.
+        gradients: of each parameter, before ranks reduce them; empty where the engine does not show them (FSDP2).
+        reduced: of each parameter, as the optimizer used them; empty where the engine has its own (DeepSpeed).
+        state: weights, moments and buffers after the step.
+    """
+
+    outputs: dict[str, Any] = field(default_factory=dict)
+    gradients: dict[str, Any] = field(default_factory=dict)
+    reduced: dict[str, Any] = field(default_factory=dict)
+    state: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(eq=False)
+class _Forward:
+    """One call of the module: its inputs, and what its backward began with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: dict[str, Any]
+    attributes: ModuleAttributes | None  # of the modules; None: of another rank, whose are not sent
+    autocast: list[tuple[str, bool, str, bool]]  # by kind of device: whether, in which dtype, and with a cache
+    reduces: bool | None  # whether the backward of this call reduces gradients; None: the engine decides
+    random_after: dict[str, Any] | None = None
+    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of its outputs, by number
+
+
+def _harmless(watch: Callable[..., None]) -> Callable[..., None]:
+    """The method, whose errors make the step one that is not repeated: the loop goes on."""
+
+    @wraps(watch)
+    def watched(self: "RecordedStep", *given: Any) -> None:
+        if not self.recording or self.obstacle is not None:
+            return
+        try:
+            watch(self, *given)
+        except Exception as error:  # noqa: BLE001 - of the loop's objects, of any kind
+            self.obstacle = f"what the loop gives the module cannot be recorded ({type(error).__name__}: {error})"
+
+    return watched
+
+
+class RecordedStep:
+    """Records the next step of the loop, and repeats its forward, backward and update.
+
+    What the loop computes between these, as a loss outside of the module, is not repeated: the backward begins with the
+    gradients that the loop gave to the module's outputs.
+
+    Args:
+        adapter: the engine; the recorder's hooks lie on it from now until `end`.
+        fingerprint: of tensors on the adapter's device.
+
+    Attributes:
+        recording: whether the loop runs the step.
+        obstacle: why this step cannot be repeated, one clause for people; None where it can.
+        first: what its execution by the loop came to.
+    """
+
+    def __init__(self, adapter: EngineAdapter, fingerprint: Fingerprint) -> None:
+        self._adapter, self._fingerprint = adapter, fingerprint
+        self.obstacle: str | None = None
+        self.first = self._evidence = Evidence()
+        self._forwards: list[_Forward] = []
+        self._events: list[
+            tuple[str, Any]
+        ] = []  # calls in their order: a forward, a backward or an update of DeepSpeed
+        self._clips: list[tuple[Any, ...]] = []
+        self._groups: list[Any] = []
+        self._without_gradient: set[str] | None = None  # parameters that had none when the first backward began
+        self._left: dict[str, str] = {}  # what the loop left as gradients, by parameter
+        self._hooks, self.recording = Hooks(), True
+        self._counted = Counter[str]()
+        self._named = {name: one for name, one in adapter.module.named_parameters() if one.requires_grad}
+        self._install()
+
+    # While the loop runs the step
+
+    def _install(self) -> None:
+        hooks, called = self._hooks, self._adapter.called
+        hooks.replace(self._adapter.loop, "recorder", self)
+        for name, parameter in self._named.items():
+            hooks.add(_hooked(parameter, partial(self._on_gradient, name)))
+        if self._adapter.updates_itself:
+            hooks.wrap(called, "backward", self._around_backward)
+            hooks.wrap(called, "step", self._around_step)
+        else:
+            hooks.replace(clip_grad, "_clip_grads_with_norm_", self._clipping(clip_grad._clip_grads_with_norm_))
+            hooks.replace(clip_grad, "_get_total_norm", self._norming(clip_grad._get_total_norm))
+
+    @_harmless
+    def before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The loop calls the module for training; torch's hook says so."""
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_flatten((args, kwargs))[0]):
+            self.obstacle = "an input of the module requires a gradient, which trains something outside of the module"
+        args, kwargs = _copied((args, kwargs))  # a loop may overwrite its batch
+        reduces = self._adapter.reduces_gradients
+        if self._drops_gradients():
+            self.obstacle = "the loop drops gradients within a step"
+        random = capture_random_states(self._adapter)
+        attributes, autocast = ModuleAttributes(self._adapter.module), _autocast(self._adapter.device.type)
+        self._forwards.append(_Forward(args, kwargs, random, attributes, autocast, reduces))
+        self._events.append(("forward", len(self._forwards) - 1))
+
+    @_harmless
+    def after_forward(self, output: Any) -> None:
+        """The module has returned that."""
+        index = len(self._forwards) - 1
+        self._forwards[index].random_after = capture_random_states(self._adapter)
+        for number, one in enumerate(self._note_outputs(index, output)):
+            if one.requires_grad:
+                _hooked(one, partial(self._on_output_gradient, index, number))
+
+    def _note_outputs(self, index: int, output: Any) -> list[torch.Tensor]:
+        found = [one for one in tree_flatten(output)[0] if isinstance(one, torch.Tensor)]
+        if not found:
+            self.obstacle = f"the module returns a {type(output).__name__}, in which torch finds no tensor"
+        for number, one in enumerate(found):
+            self._evidence.outputs[f"output {number} of forward {index}"] = self._fingerprint(local(one))
+        return found
+
+    @_harmless
+    def _on_output_gradient(self, index: int, number: int, gradient: torch.Tensor) -> None:
+        if self._without_gradient is None:
+            present = {name: one.grad for name, one in self._named.items() if one.grad is not None}
+            self._without_gradient = self._named.keys() - present.keys()
+            if not self._adapter.updates_itself and _any(present.values()):
+                self.obstacle = "the loop adds to gradients of the step before"
+                return
+        task = torch._C._current_graph_task_id()
+        if not self._events or self._events[-1][0] != "backward" or self._events[-1][1]["task"] != task:
+            self._events.append(("backward", {"task": task, "outputs": []}))
+        self._events[-1][1]["outputs"].append((index, number))
+        # On the host: held there, a large one does not add to the peak of the device.
+        self._forwards[index].gradients[number] = gradient.detach().cpu() if gradient.is_cuda else gradient.detach()
+
+    def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
+        if self.obstacle is not None:
+            return
+        if gradient.layout is not torch.strided:
+            self.obstacle = f"the gradient of {name} is sparse"
+            return
+        self._counted[name] += 1  # micro-batches
+        self._evidence.gradients[f"{name}, backward {self._counted[name]}"] = self._fingerprint(local(gradient))
+
+    def _drops_gradients(self) -> bool:
+        """Whether a parameter has no gradient any more, or zeros, though a backward of this step gave it one."""
+        given = [self._named[name].grad for name in self._counted if not self._adapter.updates_itself]
+        present = [one for one in given if one is not None]
+        return len(present) < len(given) or (bool(given) and not _any(present))
+
+    def _around_backward(self, original: Any, loss: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(loss, *args, **kwargs)
+        if self.recording and self._events and self._events[-1][0] == "backward":
+            self._events[-1][1]["by"] = "engine"
+        return result
+
+    def _around_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.recording:
+            self._events.append(("step", None))
+        return original(*args, **kwargs)
+
+    def _norming(self, original: Any) -> Any:
+        def total_norm(tensors: Any, norm_type: float = 2.0, error: bool = False, foreach: bool | None = None) -> Any:
+            if self.recording:
+                self._norm = norm_type, foreach
+            return original(tensors, norm_type, error, foreach)
+
+        return total_norm
+
+    def _clipping(self, original: Any) -> Any:
+        def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> Any:
+            parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            if self.recording:
+                self._clips.append((parameters, max_norm, getattr(self, "_norm", (2.0, foreach)), foreach))
+            return original(parameters, max_norm, total_norm, foreach)
+
+        return clip
+
+    @_harmless
+    def before_update(self) -> None:
+        """The update begins: note its hyperparameters, and the gradients that it uses."""
+        self._groups = [hyperparameters(one) for one in self._adapter.optimizers]
+        self._note_reduced()
+
+    def _note_reduced(self) -> None:
+        if not self._adapter.updates_itself:
+            present = {name: one.grad for name, one in self._named.items() if one.grad is not None}
+            self._evidence.reduced = {name: self._fingerprint(local(one)) for name, one in present.items()}
+
+    def cancel(self) -> None:
+        """Remove the hooks: the step is not repeated, or is complete."""
+        self.recording = False
+        self._hooks.remove()
+
+    def end(self) -> None:
+        """The step is complete: note its state."""
+        self.cancel()
+        self._scalars = copy.deepcopy(self._adapter.scalars())
+        self._random = capture_random_states(self._adapter)
+        self._attributes_after = ModuleAttributes(self._adapter.module)
+        if any(one.random_after is None for one in self._forwards):
+            self.obstacle = self.obstacle or "a forward of the step failed"
+        elif not any(kind == "backward" for kind, _ in self._events):
+            self.obstacle = self.obstacle or "no backward reached an output of the module"
+        elif (changed := self._attributes_after.changed_objects(self._forwards[0].attributes)) is not None:
+            self.obstacle = self.obstacle or f"the module keeps {changed}, which a forward changes"
+        if self.obstacle is None:
+            self._left = {name: self._gradient_left(name, one.grad) for name, one in self._named.items()}
+        if "other" in self._left.values():
+            self.obstacle = "the loop changes gradients after the update"
+        self._note_state()
+
+    def _gradient_left(self, name: str, gradient: torch.Tensor | None) -> str:
+        if gradient is None:
+            return "none"
+        if not _any([gradient]):
+            return "zeros"
+        is_as_used = _same(self._fingerprint(local(gradient)), self.first.reduced.get(name))
+        return "as used" if self._adapter.updates_itself or is_as_used else "other"
+
+    def _note_state(self) -> None:
+        named = self._adapter.shard().tensors()
+        self._evidence.state = {key: self._fingerprint(values) for key, values in named}
+
+    # Without the loop
+
+    def repeat(self, step: "Inputs | None" = None, *, updates: bool = True) -> Evidence:
+        """Execute the step again, from the state in the engine; a collective where the step is one.
+
+        Args:
+            step: another rank's inputs; None: this rank's own.
+            updates: whether the update follows; an engine that reduces in its own way is updated always.
+
+        Raises:
+            RuntimeError: and whatever the module raises.
+        """
+        adapter = self._adapter
+        forwards, events = (self._forwards, self._events) if step is None else (step.forwards, step.events)
+        self._evidence, self._counted = Evidence(), Counter()
+        hooks = [_hooked(one, partial(self._on_gradient, name)) for name, one in self._named.items()]
+        with adapter.unobserved(), self._silenced():
+            self._clear_gradients()
+            try:
+                self._execute(forwards, events)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            if not adapter.updates_itself and updates:
+                self._update()
+            self._note_state()
+        return self._evidence
+
+    def _execute(self, forwards: Sequence[_Forward], events: Sequence[tuple[str, Any]]) -> None:
+        outputs: dict[int, list[torch.Tensor]] = {}
+        with ExitStack() as contexts:
+            entered: Any = None
+            for kind, what in events:
+                if kind == "forward":
+                    if forwards[what].autocast != entered:  # else in one context, with its cache, as in the loop
+                        contexts.close()
+                        entered = forwards[what].autocast
+                        _enter_autocast(contexts, entered)
+                    outputs[what] = self._forward(what, forwards[what])
+                    continue
+                contexts.close()
+                entered = None
+                if kind == "backward":
+                    self._backward(forwards, outputs, what)
+                else:
+                    self._load_groups()
+                    self._adapter.called.step()
+
+    def _forward(self, index: int, one: _Forward) -> list[torch.Tensor]:
+        adapter = self._adapter
+        (one.attributes or self._forwards[0].attributes or self._attributes_after).restore()
+        restore_random_states(adapter, one.random)
+        adapter.reduces_gradients = one.reduces
+        args, kwargs = _copied((one.args, one.kwargs))  # a forward may change them
+        found = self._note_outputs(index, adapter.called(*args, **kwargs))
+        if one.random_after is not None and not same(capture_random_states(adapter), one.random_after):
+            self._evidence.outputs[f"random states after forward {index}"] = "others"
+        return found
+
+    def _backward(self, forwards: Sequence[_Forward], outputs: dict[int, list[torch.Tensor]], what: Any) -> None:
+        given = [(outputs[index][number], forwards[index].gradients[number]) for index, number in what["outputs"]]
+        roots = [output for output, _ in given]
+        gradients = [gradient.to(output.device) for output, gradient in given]
+        for output, gradient in zip(roots, gradients, strict=True):  # a loss may be computed from another output
+            _hooked(output, partial(_instead, gradient))
+        if what.get("by") == "engine":
+            apply: Callable[..., torch.Tensor] = _Recorded.apply
+            self._adapter.called.backward(apply(gradients, *roots))
+        else:
+            torch.autograd.backward(roots, gradients)
+
+    def _update(self) -> None:
+        for parameters, max_norm, (norm_type, foreach), each in self._clips:
+            gradients = [one.grad for one in parameters if one.grad is not None]
+            total = clip_grad._get_total_norm(gradients, norm_type, False, foreach)
+            clip_grad._clip_grads_with_norm_(parameters, max_norm, total, each)
+        self._note_reduced()
+        self._load_groups()
+        for optimizer in self._adapter.optimizers:
+            with _without_hooks(optimizer):
+                optimizer.step()
+
+    def _load_groups(self) -> None:
+        for optimizer, groups in zip(self._adapter.optimizers, self._groups, strict=True):
+            load_hyperparameters(optimizer, groups)
+
+    def _clear_gradients(self) -> None:
+        """As they were when the first backward began."""
+        absent = self._without_gradient or set()
+        for name, parameter in self._named.items():
+            if name in absent or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    @contextmanager
+    def _silenced(self) -> Iterator[None]:
+        """The engine prints and counts nothing of what is repeated."""
+        hooks, engine = Hooks(), self._adapter.called
+        if self._adapter.updates_itself:
+            hooks.replace(engine, "_report_progress", lambda step: None)
+            hooks.replace(engine.monitor, "enabled", False)
+        before = self._adapter.reduces_gradients
+        try:
+            yield
+        finally:
+            hooks.remove()
+            self._adapter.reduces_gradients = before
+
+    def settle(self) -> None:
+        """The engine has the weights after the step again: bring the rest to where the loop had left it."""
+        self._adapter.load_scalars(copy.deepcopy(self._scalars))
+        self._attributes_after.restore()
+        restore_random_states(self._adapter, self._random)
+        for name, parameter in self._named.items():
+            if self._left[name] == "none":
+                parameter.grad = None
+            elif self._left[name] == "zeros" and parameter.grad is not None:
+                parameter.grad.zero_()
+
+    # Of another rank
+
+    @property
+    def inputs(self) -> "Inputs":
+        """What another rank needs to repeat this step."""
+        return Inputs(self._forwards, self._events)
+
+
+@dataclass(eq=False)
+class Inputs:
+    """What a step began with: the calls of the module, and the gradients of its outputs."""
+
+    forwards: Sequence[_Forward]
+    events: Sequence[tuple[str, Any]]
+
+    def to_tree(self) -> dict[str, Any]:
+        """Plain data and tensors on the host."""
+        forwards = [{**vars(one), "attributes": None} for one in self.forwards]
+        tree = {"forwards": forwards, "events": [list(one) for one in self.events]}
+        found: dict[str, Any] = tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), tree)
+        return found
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any], device: torch.device) -> "Inputs":
+        """What `to_tree` returned, with the inputs on this device."""
+        moved = tree_map_only(torch.Tensor, lambda one: one.to(device), [one["args"] for one in tree["forwards"]])
+        named = tree_map_only(torch.Tensor, lambda one: one.to(device), [one["kwargs"] for one in tree["forwards"]])
+        forwards = [
+            _Forward(**{**one, "args": tuple(args), "kwargs": kwargs})
+            for one, args, kwargs in zip(tree["forwards"], moved, named, strict=True)
+        ]
+        return cls(forwards, [(kind, what) for kind, what in tree["events"]])
+
+
+class _Recorded(torch.autograd.Function):
+    """A loss whose backward gives its inputs the gradients that were recorded."""
+
+    @staticmethod
+    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.gradients = gradients
+        return outputs[0].new_zeros((), dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        return None, *ctx.gradients
+
+
+def _instead(given: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """What a hook on a tensor returns, so that its backward goes on with the gradient that was recorded."""
+    return given
+
+
+def _any(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some element is not zero; a device is asked once."""
+    found = [local(one).any() for one in tensors]
+    return bool(found) and bool(torch.stack(found).any())
+
+
+def _same(one: Any, other: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if tensors else bool(one == other)
+
+
+def _enter_autocast(contexts: ExitStack, found: Sequence[tuple[str, bool, str, bool]]) -> None:
+    for kind, enabled, dtype, cached in found:
+        contexts.enter_context(torch.autocast(kind, getattr(torch, dtype.removeprefix("torch.")), enabled, cached))
+
+
+def _copied(inputs: Any) -> Any:
+    def copied(one: Any) -> Any:
+        if isinstance(one, torch.Tensor):
+            return one.detach().clone()
+        return one if one is None or isinstance(one, int | float | str | bytes) else copy.deepcopy(one)
+
+    return tree_map(copied, inputs)
+
+
+def _autocast(device: str) -> list[tuple[str, bool, str, bool]]:
+    """The contexts that the loop has entered."""
+    cached = torch.is_autocast_cache_enabled()
+    kinds = sorted({"cpu", device})
+    return [(kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), cached) for kind in kinds]
+
+
+def _hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:
+    register: Callable[..., RemovableHandle] = tensor.register_hook
+    return register(hook)
+
+
+@contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Nobody is told of a step inside, as an average of the weights would be."""
+    names = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
+    before = [getattr(optimizer, name) for name in names]
+    for name in names:
+        setattr(optimizer, name, type(before[0])())
+    try:
+        yield
+    finally:
+        for name, hooks in zip(names, before, strict=True):
+            setattr(optimizer, name, hooks)

@@ -1,0 +1,1 @@
+"""Verification by repetition: whether the arithmetic of this machine gives the same result twice."""

@@ -1,0 +1,482 @@
+"""Steps of many loops are repeated: training goes on bit for bit as without, and wrong arithmetic is undone."""
+
+import collections
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from cpsr import CPSRRecovery
+from cpsr.engines import TorchAdapter
+from cpsr.errors import RecoveryError
+from cpsr.journal import JournalReader
+from cpsr.verification.account import Account
+from tests.device import DEVICE
+from tests.situations.lives import backward
+
+WORDS, STEPS, INTERVAL = 40, 14, 2
+DISK_SECONDS = 30.0
+
+
+class Net(nn.Module):
+    """Keeps a buffer, a counter and a hidden state, and drops some activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(WORDS, 12), nn.Linear(12, 24)
+        self.norm, self.drop, self.head = nn.BatchNorm1d(24), nn.Dropout(0.2), nn.Linear(24, WORDS)
+        self.calls = 0
+        self.hidden: torch.Tensor | None = None
+        self.slow = torch.zeros(24, device=DEVICE)  # no buffer
+        self.norms: list[float] = []
+        self.chance = random.Random(5)
+        self.remembers, self.secret, self.scale = True, False, 1.0
+        self.targets: torch.Tensor | None = None
+        self._private, self.counts, self.recent = 0, collections.Counter[str](), collections.deque[int](maxlen=3)
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        self.calls += 1
+        self._private += 1
+        self.counts["forward"] += 1
+        self.recent.append(self._private)
+        hidden = torch.relu(self.norm(self.up(self.embed(tokens)))) * self.scale
+        hidden = hidden + 1e-3 * (self._private + self.counts["forward"] + self.recent[0]) * self.remembers
+        if self.hidden is not None:
+            hidden = hidden + 0.1 * self.hidden
+        self.hidden = hidden.detach().mean(0) if self.remembers else None
+        if self.hidden is not None:
+            self.slow.mul_(0.9).add_(self.hidden)
+            self.norms.append(self.slow.norm().item() + self.chance.random())
+            hidden = hidden + 0.01 * self.slow + 1e-3 * self.norms[-1]
+        if self.secret:
+            hidden = hidden * (1.0 + int.from_bytes(os.urandom(1)) / 1e4)
+        logits: torch.Tensor = self.head(self.drop(hidden)) * (1.01 if self.remembers and self.calls % 3 == 0 else 1.0)
+        if self.targets is not None:
+            return functional.cross_entropy(logits, self.targets), logits
+        return logits
+
+
+class Loop:
+    """A user's loop; a subclass does one thing otherwise. `run` returns all that it trained.
+
+    Attributes:
+        verified: iterations that were verified.
+        off: why no step is verified any more.
+    """
+
+    micro_batches = 1
+
+    def __init__(self) -> None:
+        torch.manual_seed(3)
+        random.seed(3)
+        self.model = Net().to(DEVICE)
+        self.optimizer = self.make_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        data = torch.randint(WORDS, (512, 2))
+        self.loader: Any = DataLoader(TensorDataset(data[:, 0], data[:, 1]), batch_size=8, shuffle=True)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.model.parameters(), 1e-2)
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(self.model(tokens), targets)
+
+    def before_update(self) -> None:
+        """Between backward and step."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.scheduler.step()
+
+    def after_update(self) -> None:
+        """After the step."""
+
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        """Before the forward."""
+
+    def run(self, run_dir: Path, fraction: float, steps: int = STEPS) -> list[torch.Tensor]:
+        torch.manual_seed(4)
+        random.seed(4)
+        Account(trained_seconds=1e9).save(prepared(run_dir))
+        config = {
+            "run_dir": run_dir,
+            "mode": "exact",
+            "checkpoint": {"interval_iterations": INTERVAL},
+            "memory": {"interval_iterations": 10**6},
+            "verification": {"budget_fraction": fraction},
+        }
+        adapter = TorchAdapter(
+            self.model, self.optimizer, self.scheduler, micro_batches_per_iteration=self.micro_batches
+        )
+        with CPSRRecovery(adapter, config) as recovery:
+            taken = 0
+            for tokens, targets in recovery.resume(self.loader, epochs=4):
+                recovery.life.saver.drain(DISK_SECONDS)
+                self.before_step(recovery)
+                backward(self.loss(tokens.to(DEVICE), targets.to(DEVICE)) / self.micro_batches)
+                taken += 1
+                if taken % self.micro_batches:
+                    continue
+                self.before_update()
+                self.update()
+                self.after_update()
+                self.optimizer.zero_grad()
+                if recovery.iteration >= steps:
+                    break
+        account = Account.of_run(run_dir)
+        self.verified, self.off = account.verified, account.off
+        moments = [values for one in self.optimizer.state.values() for values in one.values()]
+        state = [*self.model.state_dict().values(), torch.tensor(self.model.calls), torch.get_rng_state(), *moments]
+        state += [self.model.slow, torch.tensor(self.model.norms)]
+        return [one.clone() for one in state if isinstance(one, torch.Tensor)]
+
+
+def prepared(run_dir: Path) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    return run_dir
+
+
+class Clips(Loop):
+    def before_update(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 0.1)
+
+
+class Accumulates(Loop):
+    micro_batches = 3
+
+
+class CallsTwice(Loop):
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        more: torch.Tensor = self.model(tokens.flip(0)).square().mean()
+        return super().loss(tokens, targets) + 0.01 * more
+
+
+class Autocasts(Loop):
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            return super().loss(tokens, targets)
+
+
+class Draws(Loop):
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().loss((tokens + random.randrange(3) + int(torch.randint(3, ()))) % WORDS, targets)
+
+
+class Averages(Loop):
+    """Of the weights, in a hook of the optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = [one.detach().clone() for one in self.model.parameters()]
+        self.optimizer.register_step_post_hook(lambda *_: self.add())
+
+    def add(self) -> None:
+        for average, one in zip(self.average, self.model.parameters(), strict=True):
+            average.lerp_(one.detach(), 0.1)
+
+    def run(self, run_dir: Path, fraction: float, steps: int = STEPS) -> list[torch.Tensor]:
+        return super().run(run_dir, fraction, steps) + self.average
+
+
+class OverwritesItsBatch(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = torch.empty(8, dtype=torch.int64, device=DEVICE)
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return super().loss(self.buffer.copy_(tokens), targets)
+
+
+class SetsRates(Loop):
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.1 / (1 + recovery.iteration)
+
+
+class Clamps(Loop):
+    def after_update(self) -> None:
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.clamp_(-0.5, 0.5)
+
+
+class Momentum(Loop):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.model.parameters(), 0.05, momentum=0.9)
+
+
+class ZeroesEarly(Loop):
+    """Before the last call of the step."""
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+
+
+class ZeroesInPlace(ZeroesEarly):
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+        self.scheduler.step()
+
+
+class Evaluates(Loop):
+    """After some steps, and goes back to training mode when the next step begins."""
+
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        self.model.train()
+
+    def after_update(self) -> None:
+        self.model.eval()
+
+
+class ScalesByIteration(Loop):
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        self.model.scale = 1.0 + recovery.iteration / 100
+
+
+class ReturnsLossAndLogits(Loop):
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.model.targets = targets
+        loss, logits = self.model(tokens)
+        total: torch.Tensor = loss + 0.01 * logits.square().mean()
+        return total
+
+
+REPEATED = (
+    ZeroesEarly, ZeroesInPlace, Evaluates, ScalesByIteration, ReturnsLossAndLogits,
+    Loop, Clips, Accumulates, CallsTwice, Autocasts, Draws, Averages, OverwritesItsBatch, SetsRates, Clamps, Momentum
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", REPEATED)
+def test_a_repeated_step_leaves_no_trace(loop: type[Loop], tmp_path: Path) -> None:
+    alone, watched = loop(), loop()
+    expected, found = alone.run(tmp_path / "alone", 0.0), watched.run(tmp_path / "watched", 1.0)
+    assert watched.off is None
+    assert watched.verified[-1] == STEPS - INTERVAL
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert not alone.verified
+
+
+class Halves(Loop):
+    def before_update(self) -> None:
+        for one in self.model.parameters():
+            assert one.grad is not None
+            one.grad.mul_(0.5)
+
+
+class Shrinks(Loop):
+    def before_update(self) -> None:
+        with torch.no_grad():
+            for one in self.model.parameters():
+                one.mul_(0.999)
+
+
+class Sparse(Loop):
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        self.model.embed = nn.Embedding(WORDS, 12, sparse=True).to(DEVICE)
+        return torch.optim.SGD(self.model.parameters(), 0.05)
+
+
+class TrainsItsInput(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed.requires_grad_(False)
+        self.model.up = nn.Linear(12, 24).to(DEVICE)
+        self.optimizer = self.make_optimizer()
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        embedded = self.model.embed(tokens).requires_grad_()
+        vars(self.model.embed)["forward"] = lambda given: given
+        try:
+            return functional.cross_entropy(self.model(embedded), targets)
+        finally:
+            del vars(self.model.embed)["forward"]
+
+
+class NeverZeroes(Loop):
+    def after_update(self) -> None:
+        self.kept = [one.grad for one in self.model.parameters()]
+
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        for one, kept in zip(self.model.parameters(), getattr(self, "kept", ()), strict=False):
+            one.grad = kept.mul_(0.5)
+
+
+class Meter:
+    count = 0
+
+
+class KeepsAnObject(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.meter = Meter()  # type: ignore[assignment]
+
+        def count(*_: Any) -> None:
+            self.model.meter.count += 1  # type: ignore[operator, union-attr]
+
+        self.model.up.register_forward_hook(count)
+
+
+NOT_REPEATED = {
+    NeverZeroes: "the loop adds to gradients of the step before",
+    KeepsAnObject: "the module keeps Net.meter, which a forward changes",
+    Halves: "reduced: embed.weight",
+    Shrinks: "memory: embed.weight (weights)",
+    Sparse: "the gradient of embed.weight is sparse",
+    TrainsItsInput: "an input of the module requires a gradient",
+}
+
+
+@pytest.mark.parametrize("loop", NOT_REPEATED)
+def test_what_cpsr_cannot_repeat_turns_verification_off_and_trains_on(loop: type[Loop], tmp_path: Path) -> None:
+    alone, watched = loop(), loop()
+    expected, found = alone.run(tmp_path / "alone", 0.0), watched.run(tmp_path / "watched", 1.0)
+    assert watched.off is not None
+    assert NOT_REPEATED[loop] in watched.off
+    assert not watched.verified
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+class Secret(Loop):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.secret = True
+
+
+def test_arithmetic_that_is_not_deterministic_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loop = Secret()
+    loop.run(tmp_path, 1.0)
+    assert loop.off is not None
+    assert "this arithmetic is not deterministic" in loop.off
+    assert "aten.mul" in loop.off
+    assert sum("verification is off" in kind for kind in kinds_of(tmp_path)) == 1
+
+
+def kinds_of(run_dir: Path) -> list[str]:
+    with JournalReader(run_dir / "journal.db") as reader:
+        return [event.kind for event in reader.events()]
+
+
+# Wrong arithmetic
+
+
+class Flips(Loop):
+    """Flips a bit of a weight in the memory of the device, before the forward of the steps that are repeated.
+
+    Args:
+        at: of these steps, counted from 0.
+    """
+
+    def __init__(self, *at: int) -> None:
+        super().__init__()
+        self.model.remembers = False  # no checkpoint has what a module keeps outside of its tensors
+        self.at, self.seen = at, -1
+
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        self.seen += recovery.life.verification.running
+        if recovery.life.verification.running and self.seen in self.at:
+            words = self.model.up.weight.data.view(-1).view(torch.int32)  # torch sees no new version
+            words[7] = words[7] ^ (1 << 20)
+
+
+def test_the_run_goes_back_to_its_newest_verified_state(tmp_path: Path) -> None:
+    alone, cut = Flips(), Flips(2)
+    expected, found = alone.run(tmp_path / "alone", 0.0), cut.run(tmp_path / "cut", 1.0)
+    calls = len(alone.model.state_dict())  # their number: the loop was there twice
+    assert all(torch.equal(expected[place], found[place]) for place in range(len(expected)) if place != calls)
+    with JournalReader(tmp_path / "cut" / "journal.db") as reader:
+        (suspected,) = reader.events("arithmetic is suspected")
+        (wrong,) = reader.events("wrong arithmetic")
+    assert suspected.iteration == 7
+    assert "in step 7 on rank 0" in suspected.message
+    assert "memory: up.weight (weights)" in suspected.message
+    assert "goes back to iteration 4" in suspected.message
+    assert "When the loop executed the step again, it came to the bits of its repetitions" in wrong.message
+    assert list(Account.of_run(tmp_path / "cut").wrong.values()) == [1]
+
+
+def test_a_second_wrong_step_of_a_single_rank_turns_verification_off(tmp_path: Path) -> None:
+    """No other rank tells whether it is the device, or what the loop does in some steps."""
+    cut = Flips(1, 4)
+    cut.run(tmp_path, 1.0)
+    assert cut.off is not None
+    assert "either this loop does in some steps what CPSR does not repeat, or this device is faulty" in cut.off
+    with JournalReader(tmp_path / "journal.db") as reader:
+        assert len(reader.events("wrong arithmetic")) == 2
+
+
+class Prunes(Loop):
+    """In some steps, in which checkpoints are repeated as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.remembers = False
+
+    def before_step(self, recovery: CPSRRecovery) -> None:
+        if recovery.iteration and recovery.iteration % (3 * INTERVAL) == 0:
+            self.model.up.weight.data[:2].mul_(0.5)
+
+
+def test_what_a_loop_does_again_when_it_has_gone_back_is_its_own(tmp_path: Path) -> None:
+    alone, cut = Prunes(), Prunes()
+    expected, found = alone.run(tmp_path / "alone", 0.0), cut.run(tmp_path / "cut", 1.0)
+    assert cut.off is not None
+    assert "does something" in cut.off or "did something" in cut.off
+    assert torch.equal(expected[0], found[0])
+    assert not Account.of_run(tmp_path / "cut").wrong
+    assert "wrong arithmetic" not in kinds_of(tmp_path / "cut")
+
+
+def test_before_the_first_verified_checkpoint_the_run_goes_on(tmp_path: Path) -> None:
+    cut = Flips(0)
+    cut.run(tmp_path, 1.0)
+    assert "wrong arithmetic" not in kinds_of(tmp_path)  # nothing was repeated before: the loop may do it itself
+    assert cut.verified[-1] == STEPS - INTERVAL
+
+
+def test_a_loop_that_cannot_return_to_earlier_batches_is_started_again(tmp_path: Path) -> None:
+    class OneShot(Flips):
+        def __init__(self, *at: int) -> None:
+            super().__init__(*at)
+            loader = self.loader
+            self.loader = batches(loader)
+
+    with pytest.raises(RecoveryError, match="goes on from the verified checkpoint 4"):
+        OneShot(2).run(tmp_path, 1.0)
+    expected, found = Flips().run(tmp_path / "alone", 0.0), Flips().run(tmp_path, 0.0)
+    assert torch.equal(expected[0], found[0])
+
+
+def batches(loader: Any) -> Iterator[Any]:
+    yield from loader
+
+
+def test_the_newest_verified_checkpoint_stays(tmp_path: Path) -> None:
+    class Verifies(Loop):
+        def before_step(self, recovery: CPSRRecovery) -> None:
+            if recovery.iteration == 2 * INTERVAL:
+                recovery.life.verification.account.trained_seconds = -1e9  # from here on none is affordable
+
+    loop = Verifies()
+    loop.run(tmp_path, 1.0, steps=6 * INTERVAL)
+    newest = loop.verified[-1]
+    assert newest == 2 * INTERVAL
+    whole = tmp_path / "checkpoints" / f"step-{newest:010d}" / "COMMIT"
+    assert '"weights_only":false' in whole.read_text().replace(" ", "")
+
+
+def test_a_budget_of_nothing_repeats_nothing(tmp_path: Path) -> None:
+    loop = Loop()
+    loop.run(tmp_path, 0.0)
+    assert not loop.verified
+    assert loop.off is None
