@@ -259,6 +259,18 @@ def service(
 
 
 @bench.command()
+def verification(
+    json_path: JsonPath = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Faults of each kind in each job.")] = 4,
+    workdir: Workdir = None,
+) -> None:
+    """Which flipped bits the repetition of a step finds, on which rank, and what it costs."""
+    from cpsr.benchmarks.verification.run import main as run_verification
+
+    run_verification(json_path, rounds, workdir=workdir)
+
+
+@bench.command()
 def experts(
     json_path: JsonPath = None,
     full: Annotated[
