@@ -13,9 +13,9 @@ import torch
 from cpsr.checkpoint.snapshot import Snapshot, SnapshotPool
 from cpsr.checkpoint.store import CheckpointStore
 from cpsr.checkpoint.verify import is_committed
-from cpsr.errors import RecoveryError
+from cpsr.errors import RecoveryError, UnevenRanksError
 from cpsr.job import Job
-from cpsr.ranks.exits import ranks_named
+from cpsr.ranks.exits import lost_another, ranks_named
 from cpsr.verification.account import Account
 from cpsr.verification.evidence import Fingerprints, Verdict, judge_memory
 
@@ -224,7 +224,9 @@ class Verification:
                 repetition.step.settle()
             else:
                 self._put_back(kept, repetition)
-        except Exception as error:  # of the module, of the group, or of the restore path
+        except Exception as error:  # of the module, or of the restore path
+            if lost_another(str(error)) or isinstance(error, UnevenRanksError):
+                raise
             why = f"repeating a step failed on rank {self._group.rank}: {type(error).__name__}: {error}"
             if self._group.size > 1:
                 self._off = self.account.off = why

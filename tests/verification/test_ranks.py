@@ -1,11 +1,23 @@
-"""Steps of several ranks are repeated by every engine, without a trace."""
+"""Steps of several ranks are repeated, by every engine without a trace; a rank may be killed meanwhile."""
 
+import os
+import signal
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
+from cpsr import CPSRRecovery
+from cpsr.engines import TorchAdapter
+from cpsr.engines.recorded_step import RecordedStep
+from cpsr.verification.account import Account
 from tests import two_ranks
 from tests.device import ON_CUDA
+from tests.situations.lives import Life, backward, digest, live
 
 CELLS = """
 import json, os, sys
@@ -59,3 +71,46 @@ def test_each_engine_repeats_its_steps_without_a_trace(tmp_path: Path) -> None:
         assert same, name
         assert second[name][0], name
         assert bool(verified) is not name.startswith(NOT_REPEATED), name
+
+
+def killed_while_a_step_is_repeated(life: Life) -> str:
+    """Two ranks of DDP; in the first life the second one is killed while a later step is repeated."""
+    if life.options["verifies"] and life.number == 0:
+        (life.directory / "run").mkdir(exist_ok=True)
+        Account(trained_seconds=1e9).save(life.directory / "run")
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    adapter = TorchAdapter(DistributedDataParallel(model), optimizer := torch.optim.AdamW(model.parameters()))
+    repeat = RecordedStep.repeat
+
+    def dying(self: RecordedStep, *given: Any, **more: Any) -> Any:
+        if life.options["verifies"] and (life.number, life.rank) == (0, 1) and adapter.iteration >= 4:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return repeat(self, *given, **more)
+
+    RecordedStep.repeat = dying  # type: ignore[method-assign]
+    data = torch.randn(96, 4, generator=torch.Generator().manual_seed(life.rank))
+    loader: Any = DataLoader(TensorDataset(data), batch_size=8)
+    fraction = float(life.options["verifies"])
+    config = life.config(checkpoint={"interval_iterations": 2}, verification={"budget_fraction": fraction})
+    with CPSRRecovery(adapter, config) as recovery:
+        for (batch,) in recovery.resume(loader, epochs=1):
+            recovery.life.saver.drain(30.0)
+            backward((adapter.called(batch) - batch.sum(1, keepdim=True)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+    return digest(model)
+
+
+def test_a_rank_that_is_killed_while_a_step_is_repeated(tmp_path: Path) -> None:
+    """The others take it for lost, and verification stays on."""
+    alone = live(killed_while_a_step_is_repeated, Life(tmp_path / "alone", ranks=2, options={"verifies": False}))
+    cut = Life(tmp_path / "cut", ranks=2, options={"verifies": True})
+    assert live(killed_while_a_step_is_repeated, cut).statuses[1] == -signal.SIGKILL
+    again = live(killed_while_a_step_is_repeated, replace(cut, number=1))
+    assert again.results == alone.results
+    account = Account.of_run(tmp_path / "cut" / "run")
+    assert account.off is None
+    assert account.verified
