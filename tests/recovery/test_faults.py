@@ -225,8 +225,8 @@ def test_a_disk_that_does_not_suffice_is_refused_but_not_for_what_the_run_holds(
     short = {"disk_limit_bytes": 1}
     life(tmp_path / "run", 12, width=500, crash=True, checkpoint=short)
     stored_bytes = sum(path.stat().st_size for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file())
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=stored_bytes // 2))
-    with pytest.raises(ResourceError, match=f"{stored_bytes // 2} are free"):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=stored_bytes))
+    with pytest.raises(ResourceError, match=f"{stored_bytes} are free"):
         life(tmp_path / "another", 12, width=500, checkpoint=short)
     assert life(tmp_path / "run", 13, width=500, checkpoint=short)[0].restored.restored_iteration == 12
 
