@@ -94,9 +94,7 @@ class RecordedStep:
         self.obstacle: str | None = None
         self.first = self._evidence = Evidence()
         self._forwards: list[_Forward] = []
-        self._events: list[
-            tuple[str, Any]
-        ] = []  # calls in their order: a forward, a backward or an update of DeepSpeed
+        self._events: list[tuple[str, Any]] = []  # in their order: `forward`, `backward`, and DeepSpeed's `step`
         self._clips: list[tuple[Any, ...]] = []
         self._groups: list[Any] = []
         self._without_gradient: set[str] | None = None  # parameters that had none when the first backward began
