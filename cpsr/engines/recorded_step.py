@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.utils import clip_grad
-from torch.utils._pytree import tree_flatten, tree_map, tree_map_only
+from torch.utils._pytree import tree_flatten
 from torch.utils.hooks import RemovableHandle
 
 from cpsr.engines.adapter import EngineAdapter
@@ -19,6 +19,7 @@ from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.hooks import Hooks
 from cpsr.engines.module_attributes import ModuleAttributes
 from cpsr.engines.optimizer_state import hyperparameters, load_hyperparameters
+from cpsr.engines.step_inputs import Forward, Inputs, RecordedLoss, autocast_of, copied, enter_autocast
 from cpsr.state.codec import same
 
 __all__ = ["Evidence", "Fingerprint", "RecordedStep"]
@@ -42,20 +43,6 @@ class Evidence:
     gradients: dict[str, Any] = field(default_factory=dict)
     reduced: dict[str, Any] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Forward:
-    """One call of the module: its inputs, and what its backward began with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    random: dict[str, Any]
-    attributes: ModuleAttributes | None  # of the modules; None: of another rank, whose are not sent
-    autocast: list[tuple[str, bool, str, bool]]  # by kind of device: whether, in which dtype, and with a cache
-    reduces: bool | None  # whether the backward of this call reduces gradients; None: the engine decides
-    random_after: dict[str, Any] | None = None
-    gradients: dict[int, torch.Tensor] = field(default_factory=dict)  # of its outputs, by number
 
 
 def _harmless(watch: Callable[..., None]) -> Callable[..., None]:
@@ -93,7 +80,7 @@ class RecordedStep:
         self._adapter, self._fingerprint = adapter, fingerprint
         self.obstacle: str | None = None
         self.first = self._evidence = Evidence()
-        self._forwards: list[_Forward] = []
+        self._forwards: list[Forward] = []
         self._events: list[tuple[str, Any]] = []  # in their order: `forward`, `backward`, and DeepSpeed's `step`
         self._clips: list[tuple[Any, ...]] = []
         self._groups: list[Any] = []
@@ -123,13 +110,13 @@ class RecordedStep:
         """The loop calls the module for training; torch's hook says so."""
         if any(isinstance(one, torch.Tensor) and one.requires_grad for one in tree_flatten((args, kwargs))[0]):
             self.obstacle = "an input of the module requires a gradient, which trains something outside of the module"
-        args, kwargs = _copied((args, kwargs))  # a loop may overwrite its batch
+        args, kwargs = copied((args, kwargs))  # a loop may overwrite its batch
         reduces = self._adapter.reduces_gradients
         if self._drops_gradients():
             self.obstacle = "the loop drops gradients within a step"
         random = capture_random_states(self._adapter)
-        attributes, autocast = ModuleAttributes(self._adapter.module), _autocast(self._adapter.device.type)
-        self._forwards.append(_Forward(args, kwargs, random, attributes, autocast, reduces))
+        attributes, autocast = ModuleAttributes(self._adapter.module), autocast_of(self._adapter.device.type)
+        self._forwards.append(Forward(args, kwargs, random, attributes, autocast, reduces))
         self._events.append(("forward", len(self._forwards) - 1))
 
     @_harmless
@@ -281,7 +268,7 @@ class RecordedStep:
             self._note_state()
         return self._evidence
 
-    def _execute(self, forwards: Sequence[_Forward], events: Sequence[tuple[str, Any]]) -> None:
+    def _execute(self, forwards: Sequence[Forward], events: Sequence[tuple[str, Any]]) -> None:
         outputs: dict[int, list[torch.Tensor]] = {}
         with ExitStack() as contexts:
             entered: Any = None
@@ -290,7 +277,7 @@ class RecordedStep:
                     if forwards[what].autocast != entered:  # else in one context, with its cache, as in the loop
                         contexts.close()
                         entered = forwards[what].autocast
-                        _enter_autocast(contexts, entered)
+                        enter_autocast(contexts, entered)
                     outputs[what] = self._forward(what, forwards[what])
                     continue
                 contexts.close()
@@ -301,25 +288,25 @@ class RecordedStep:
                     self._load_groups()
                     self._adapter.called.step()
 
-    def _forward(self, index: int, one: _Forward) -> list[torch.Tensor]:
+    def _forward(self, index: int, one: Forward) -> list[torch.Tensor]:
         adapter = self._adapter
         (one.attributes or self._forwards[0].attributes or self._attributes_after).restore()
         restore_random_states(adapter, one.random)
         adapter.reduces_gradients = one.reduces
-        args, kwargs = _copied((one.args, one.kwargs))  # a forward may change them
+        args, kwargs = copied((one.args, one.kwargs))  # a forward may change them
         found = self._note_outputs(index, adapter.called(*args, **kwargs))
         if one.random_after is not None and not same(capture_random_states(adapter), one.random_after):
             self._evidence.outputs[f"random states after forward {index}"] = "others"
         return found
 
-    def _backward(self, forwards: Sequence[_Forward], outputs: dict[int, list[torch.Tensor]], what: Any) -> None:
+    def _backward(self, forwards: Sequence[Forward], outputs: dict[int, list[torch.Tensor]], what: Any) -> None:
         given = [(outputs[index][number], forwards[index].gradients[number]) for index, number in what["outputs"]]
         roots = [output for output, _ in given]
         gradients = [gradient.to(output.device) for output, gradient in given]
         for output, gradient in zip(roots, gradients, strict=True):  # a loss may be computed from another output
             _hooked(output, partial(_instead, gradient))
         if what.get("by") == "engine":
-            apply: Callable[..., torch.Tensor] = _Recorded.apply
+            apply: Callable[..., torch.Tensor] = RecordedLoss.apply
             self._adapter.called.backward(apply(gradients, *roots))
         else:
             torch.autograd.backward(roots, gradients)
@@ -381,45 +368,6 @@ class RecordedStep:
         return Inputs(self._forwards, self._events)
 
 
-@dataclass(eq=False)
-class Inputs:
-    """What a step began with: the calls of the module, and the gradients of its outputs."""
-
-    forwards: Sequence[_Forward]
-    events: Sequence[tuple[str, Any]]
-
-    def to_tree(self) -> dict[str, Any]:
-        """Plain data and tensors on the host."""
-        forwards = [{**vars(one), "attributes": None} for one in self.forwards]
-        tree = {"forwards": forwards, "events": [list(one) for one in self.events]}
-        found: dict[str, Any] = tree_map_only(torch.Tensor, lambda one: one.detach().cpu(), tree)
-        return found
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any], device: torch.device) -> "Inputs":
-        """What `to_tree` returned, with the inputs on this device."""
-        moved = tree_map_only(torch.Tensor, lambda one: one.to(device), [one["args"] for one in tree["forwards"]])
-        named = tree_map_only(torch.Tensor, lambda one: one.to(device), [one["kwargs"] for one in tree["forwards"]])
-        forwards = [
-            _Forward(**{**one, "args": tuple(args), "kwargs": kwargs})
-            for one, args, kwargs in zip(tree["forwards"], moved, named, strict=True)
-        ]
-        return cls(forwards, [(kind, what) for kind, what in tree["events"]])
-
-
-class _Recorded(torch.autograd.Function):
-    """A loss whose backward gives its inputs the gradients that were recorded."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return outputs[0].new_zeros((), dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        return None, *ctx.gradients
-
-
 def _instead(given: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """What a hook on a tensor returns, so that its backward goes on with the gradient that was recorded."""
     return given
@@ -434,27 +382,6 @@ def _any(tensors: Iterable[torch.Tensor]) -> bool:
 def _same(one: Any, other: Any) -> bool:
     tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return torch.equal(one, other) if tensors else bool(one == other)
-
-
-def _enter_autocast(contexts: ExitStack, found: Sequence[tuple[str, bool, str, bool]]) -> None:
-    for kind, enabled, dtype, cached in found:
-        contexts.enter_context(torch.autocast(kind, getattr(torch, dtype.removeprefix("torch.")), enabled, cached))
-
-
-def _copied(inputs: Any) -> Any:
-    def copied(one: Any) -> Any:
-        if isinstance(one, torch.Tensor):
-            return one.detach().clone()
-        return one if one is None or isinstance(one, int | float | str | bytes) else copy.deepcopy(one)
-
-    return tree_map(copied, inputs)
-
-
-def _autocast(device: str) -> list[tuple[str, bool, str, bool]]:
-    """The contexts that the loop has entered."""
-    cached = torch.is_autocast_cache_enabled()
-    kinds = sorted({"cpu", device})
-    return [(kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind)), cached) for kind in kinds]
 
 
 def _hooked(tensor: torch.Tensor, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> RemovableHandle:

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load, save
 
 from cpsr.checkpoint.snapshot import Snapshot
-from cpsr.engines.recorded_step import Evidence, Inputs, RecordedStep
+from cpsr.engines.recorded_step import Evidence, RecordedStep
+from cpsr.engines.step_inputs import Inputs
 from cpsr.errors import UnsupportedEngineError
 from cpsr.job import Job
 from cpsr.state.codec import decode, encode
