@@ -1,17 +1,15 @@
 """What the modules of a model keep beside parameters and buffers: counters, hidden states, lists, generators."""
 
 import collections
-import random
 from typing import Any
 
 import numpy
 import torch
 
-from cpsr.state.user_objects import stateful
+from cpsr.state.user_objects import GENERATORS, stateful
 
 __all__ = ["ModuleAttributes"]
 
-_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 _TORCH = {name for name in vars(torch.nn.Module()) if name != "training"}
 _ENGINES = ("ds_", "_ds_", "_fsdp", "_original_parameters")  # begin the names of DeepSpeed's and FSDP2's
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
@@ -35,10 +33,9 @@ class ModuleAttributes:
             if not _is_restored(value)
         }
 
-    def changed_objects(self, since: "ModuleAttributes | None") -> str | None:
+    def changed_objects(self, since: "ModuleAttributes") -> str | None:
         """The first attribute that has changed since then, and that `restore` would not bring back; None: none has."""
-        before = {} if since is None else since._objects
-        return next((name for name, shown in self._objects.items() if before.get(name, shown) != shown), None)
+        return next((name for name, shown in self._objects.items() if since._objects.get(name, shown) != shown), None)
 
     def restore(self) -> None:
         """Bring all of them back."""
@@ -59,7 +56,7 @@ def _of(module: torch.nn.Module) -> dict[str, Any]:
 
 def _is_restored(value: Any) -> bool:
     """Whether its content is kept; functions and modules keep theirs elsewhere."""
-    kinds = (*_PLAIN, *_GENERATORS, *_LISTS, *_DICTS, torch.Tensor, numpy.ndarray, set, torch.nn.Module)
+    kinds = (*_PLAIN, *GENERATORS, *_LISTS, *_DICTS, torch.Tensor, numpy.ndarray, set, torch.nn.Module)
     return isinstance(value, kinds) or callable(value) or (isinstance(value, tuple) and all(map(_is_restored, value)))
 
 
@@ -73,7 +70,7 @@ def _shown(value: Any) -> Any:
 
 def _copied(value: Any) -> Any:
     """Its content now."""
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         return stateful("a generator", value).state_dict()
     if isinstance(value, torch.Tensor):
         is_kept = type(value) is torch.Tensor and not value.requires_grad and value.layout is torch.strided
@@ -89,7 +86,7 @@ def _copied(value: Any) -> Any:
 
 def _restored(value: Any, content: Any) -> Any:
     """The same object, with that content."""
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         stateful("a generator", value).load_state_dict(content)
     elif isinstance(value, torch.Tensor):
         return _filled(value, content)

@@ -83,6 +83,7 @@ class RecordedStep:
         self._forwards: list[Forward] = []
         self._events: list[tuple[str, Any]] = []  # in their order: `forward`, `backward`, and DeepSpeed's `step`
         self._clips: list[tuple[Any, ...]] = []
+        self._norm: tuple[float, bool | None] = 2.0, None  # of the last total norm that the loop asked for
         self._groups: list[Any] = []
         self._without_gradient: set[str] | None = None  # parameters that had none when the first backward began
         self._left: dict[str, str] = {}  # what the loop left as gradients, by parameter
@@ -189,7 +190,7 @@ class RecordedStep:
         def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
             if self.recording:
-                self._clips.append((parameters, max_norm, getattr(self, "_norm", (2.0, foreach)), foreach))
+                self._clips.append((parameters, max_norm, self._norm, foreach))
             return original(parameters, max_norm, total_norm, foreach)
 
         return clip
@@ -220,13 +221,17 @@ class RecordedStep:
             self.obstacle = self.obstacle or "a forward of the step failed"
         elif not any(kind == "backward" for kind, _ in self._events):
             self.obstacle = self.obstacle or "no backward reached an output of the module"
-        elif (changed := self._attributes_after.changed_objects(self._forwards[0].attributes)) is not None:
+        elif (changed := self._changed_object()) is not None:
             self.obstacle = self.obstacle or f"the module keeps {changed}, which a forward changes"
         if self.obstacle is None:
             self._left = {name: self._gradient_left(name, one.grad) for name, one in self._named.items()}
         if "other" in self._left.values():
             self.obstacle = "the loop changes gradients after the update"
         self._note_state()
+
+    def _changed_object(self) -> str | None:
+        before = self._forwards[0].attributes
+        return None if before is None else self._attributes_after.changed_objects(before)
 
     def _gradient_left(self, name: str, gradient: torch.Tensor | None) -> str:
         if gradient is None:
@@ -290,7 +295,9 @@ class RecordedStep:
 
     def _forward(self, index: int, one: Forward) -> list[torch.Tensor]:
         adapter = self._adapter
-        (one.attributes or self._forwards[0].attributes or self._attributes_after).restore()
+        attributes = one.attributes or self._forwards[0].attributes
+        assert attributes is not None  # of this rank's forwards
+        attributes.restore()
         restore_random_states(adapter, one.random)
         adapter.reduces_gradients = one.reduces
         args, kwargs = copied((one.args, one.kwargs))  # a forward may change them

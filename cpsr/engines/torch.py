@@ -160,12 +160,12 @@ class TorchAdapter(EngineAdapter):
     @property
     def reduces_gradients(self) -> bool | None:
         """As `no_sync` of DDP, or `set_requires_gradient_sync` of FSDP2 have it; None with neither."""
-        wrapper: Any = wrapper_of(self._called)
+        wrapper: Any = self.wrapper
         return self._fully_sharded.reduces if wrapper is None else bool(wrapper.require_backward_grad_sync)
 
     @reduces_gradients.setter
     def reduces_gradients(self, reduces: bool | None) -> None:
-        wrapper: Any = wrapper_of(self._called)
+        wrapper: Any = self.wrapper
         if wrapper is not None:
             wrapper.require_backward_grad_sync = reduces
         else:

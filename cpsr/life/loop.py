@@ -247,7 +247,7 @@ class Steps:
 
     def start_clock(self) -> None:
         """Training begins: the time before does not count to its first step."""
-        self._ended = time.perf_counter()
+        self.resume_clock()
         self.before_update()
 
     def resume_clock(self) -> None:

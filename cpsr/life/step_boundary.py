@@ -4,7 +4,6 @@ The host launches steps on a GPU before it completes them. Those that are comple
 """
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -89,7 +88,7 @@ class Boundary:
     def _slow_ranks(self) -> SlowRanks:
         """Compares the ranks (on rank 0); a collective."""
         job, pipeline = self._job, self._job.adapter.pipeline
-        device = device_name(str(job.adapter.device), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        device = device_name(str(job.adapter.device))
         own = Place(this_node(), device, 0 if pipeline is None else pipeline.stage)
         places = [Place(**place) for place in job.group.gather(asdict(own))]
         return SlowRanks(job.config.run_dir, job.journal.life, places, job.journal.event)

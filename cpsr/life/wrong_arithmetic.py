@@ -1,7 +1,6 @@
 """What follows from wrong arithmetic: the run goes back to its newest verified state, or a machine leaves it."""
 
 import logging
-import os
 import platform
 from dataclasses import dataclass
 from functools import partial
@@ -84,22 +83,27 @@ class _Wrong:
     Attributes:
         place: `host/device`.
         node: of the rank, as in `Group.nodes`.
-        what: where, when and how, as a sentence without its end.
+        where: in which step, on which rank, and how that showed.
     """
 
     place: str
     node: str
-    what: str
+    where: str
+
+    @property
+    def what(self) -> str:
+        """A sentence without its end."""
+        return f"Arithmetic was wrong {self.where}"
 
     @classmethod
     def found(cls, verdict: Verdict, job: Job, iteration: int) -> "_Wrong":
-        """What every rank knows of it; a collective."""
+        """Describe it, alike on every rank; a collective."""
         device, (rank,) = job.adapter.device, verdict.ranks
-        named = device_name(str(device), os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+        named = device_name(str(device))
         own = named if device.type == "cuda" else f"{named} of rank {job.group.rank}"
         place = job.group.gather(f"{platform.node()}/{own}")[rank]
-        what = f"Arithmetic was wrong in step {iteration} on rank {rank} ({place}). {_EXECUTIONS[verdict.execution]}"
-        return cls(place, job.group.nodes[rank], f"{what} ({verdict.where})")
+        where = f"in step {iteration} on rank {rank} ({place}). {_EXECUTIONS[verdict.execution]} ({verdict.where})"
+        return cls(place, job.group.nodes[rank], where)
 
     def message(self, times: int, verified_iteration: int | None) -> str:
         """For the journal; `times` is 0 where that is to be confirmed."""
@@ -108,7 +112,7 @@ class _Wrong:
         else:
             then = f"The run goes back to iteration {verified_iteration}, its newest verified checkpoint"
         if not times:
-            return f"{self.what.replace('was wrong', 'may have been wrong', 1)}. {then}"
+            return f"Arithmetic may have been wrong {self.where}. {then}"
         again = f" It has been wrong {times} times in this run." if times > 1 else ""
         return f"{self.what}. {then}.{again} Test this device"
 

@@ -7,6 +7,7 @@ for each other all have steps of one length; their own times differ. `docs/slow_
 import json
 import logging
 import math
+import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -45,13 +46,15 @@ class Place:
     stage: int = 0
 
 
-def device_name(device: str, visible: str) -> str:
+def device_name(device: str, visible: str | None = None) -> str:
     """A device by the number that its machine gives it.
 
     Args:
         device: torch's name, which numbers those that the process sees.
-        visible: the environment's CUDA_VISIBLE_DEVICES; empty: all are.
+        visible: CUDA_VISIBLE_DEVICES, by default that of the environment; empty: all are.
     """
+    if visible is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     kind, _, number = device.partition(":")
     seen = dict(enumerate(visible.split(","))) if visible and kind == "cuda" else {}
     return f"{kind}:{seen.get(int(number), number)}" if number else device

@@ -24,7 +24,7 @@ from cpsr.restart.experts import (
 from cpsr.restart.injection import Injection
 from cpsr.restart.prediction import StatePrediction
 from cpsr.restart.restored_state import Refusal, RefusedError, Restored
-from cpsr.restart.sources import MemorySources, NewestCheckpoint
+from cpsr.restart.sources import MemorySources, NewestCheckpoint, acquired
 from cpsr.state.small_state import Scalars
 
 __all__ = ["Restored", "Restorer"]
@@ -235,9 +235,7 @@ class Restorer:
     def _loaded_from_memory(self, candidate: Candidate, checkpoint: Snapshot | None) -> Snapshot:
         own = candidate.parts[self._job.group.rank]
         needed = {entry.name for part in candidate.parts for entry in part.entries}  # other ranks read them, too
-        snapshot = self._pool.acquire(own.iteration, needed)
-        if snapshot is None:
-            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        snapshot = acquired(self._pool, own.iteration, needed)
         try:
             self._memory.fetch(candidate.parts)
             # What the snapshot leaves out comes from the checkpoint.

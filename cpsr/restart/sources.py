@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, Literal
@@ -30,9 +30,21 @@ from cpsr.replay.conversion import load_window
 from cpsr.restart.experts import older_experts
 from cpsr.state.shard import Shard
 
-__all__ = ["MemorySources", "NewestCheckpoint", "what_is_left"]
+__all__ = ["MemorySources", "NewestCheckpoint", "acquired", "what_is_left"]
 
 logger = logging.getLogger(__name__)
+
+
+def acquired(pool: SnapshotPool, iteration: int, spare: Collection[str] = ()) -> Snapshot:
+    """An empty snapshot to load a state into; see `SnapshotPool.acquire`.
+
+    Raises:
+        RecoveryError: every buffer is in use.
+    """
+    snapshot = pool.acquire(iteration, spare)
+    if snapshot is None:
+        raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+    return snapshot
 
 
 class NewestCheckpoint:
@@ -76,9 +88,7 @@ class NewestCheckpoint:
         passed_over: list[int] = []
         while (iteration := self._newest_usable(passed_over)) is not None:
             needed = self._memory.needed(iteration, published_iteration, inexact=inexact)
-            snapshot = self._pool.acquire(iteration, needed)
-            if snapshot is None:
-                raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+            snapshot = acquired(self._pool, iteration, needed)
             problem = self._load_into(snapshot)
             if problem is None and not inexact and self._only_with_older_experts(snapshot):
                 logger.warning("checkpoint %d has experts that are older: mode 'exact' goes behind it", iteration)
@@ -100,9 +110,7 @@ class NewestCheckpoint:
         Raises:
             RecoveryError: it cannot be used, or the file system cannot read it now.
         """
-        snapshot = self._pool.acquire(iteration)
-        if snapshot is None:
-            raise RecoveryError("no host buffer is free to restore into; this is a defect, please report it")
+        snapshot = acquired(self._pool, iteration)
         problem = self._load_into(snapshot)
         if problem is not None:
             self._pool.release(snapshot)

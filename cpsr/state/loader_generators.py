@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from cpsr.errors import RecoveryError
 from cpsr.state.loader_kinds import Calls, samplers_of
-from cpsr.state.user_objects import Stateful, stateful
+from cpsr.state.user_objects import GENERATORS, Stateful, stateful
 
 __all__ = [
     "data_generators",
@@ -28,7 +28,6 @@ __all__ = [
 _DEPTH_MAX = 5
 _OBJECTS_MAX = 2000
 ITEMS_MAX = 64  # of a container, that are looked into
-_GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 _CLOSED: tuple[type[Any], ...] = (types.ModuleType, type, str, bytes, int, float, complex)
 _CLOSED += (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, numpy.ndarray)
 _OURS = ("cpsr.recovery", "cpsr.life", "cpsr.engines")
@@ -108,7 +107,7 @@ def _data_roots(loader: Iterable[Any]) -> list[tuple[str, Any]]:
 
 def _is_generator(one: Any) -> bool:
     shared = random._inst, numpy.random.mtrand._rand, torch.default_generator
-    return isinstance(one, _GENERATORS) and all(one is not other for other in shared)
+    return isinstance(one, GENERATORS) and all(one is not other for other in shared)
 
 
 def states_of(generators: dict[str, Stateful]) -> dict[str, Any]:
@@ -153,7 +152,7 @@ def objects_in(
             left -= 1
             if wanted(one):
                 yield name, one
-            if not isinstance(one, (*_CLOSED, *_GENERATORS)) and not type(one).__module__.startswith(_OURS):
+            if not isinstance(one, (*_CLOSED, *GENERATORS)) and not type(one).__module__.startswith(_OURS):
                 following += _inside(name, one)
         layer = following
 

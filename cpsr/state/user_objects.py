@@ -11,7 +11,9 @@ import torch
 from cpsr.errors import ConfigError
 from cpsr.state.codec import same
 
-__all__ = ["Stateful", "stateful"]
+__all__ = ["GENERATORS", "Stateful", "stateful"]
+
+GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
 class Stateful(Protocol):

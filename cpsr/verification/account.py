@@ -2,7 +2,6 @@
 
 import json
 import logging
-import threading
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,9 +13,6 @@ __all__ = ["Account"]
 logger = logging.getLogger(__name__)
 
 FILE = "verification.json"
-
-_writing = threading.Lock()
-_newest: dict[Path, int] = {}  # the number of what was written
 
 
 @dataclass
@@ -54,19 +50,8 @@ class Account:
             logger.warning("%s cannot be read (%s): no checkpoint counts as verified", run_dir / FILE, error)
             return cls()
 
-    def save(self, run_dir: Path, number: int = 0) -> None:
-        """Write it; not forced to disk, since a crash of the machine loses an account, and no state.
-
-        Args:
-            run_dir: of the run.
-            number: rises; what has a lower one than what this process has written is older, and not written.
-        """
-        with _writing:
-            if number >= _newest.get(run_dir, 0):
-                _newest[run_dir] = number
-                self._write(run_dir)
-
-    def _write(self, run_dir: Path) -> None:
+    def save(self, run_dir: Path) -> None:
+        """Write it; not forced to disk, since a crash of the machine loses an account, and no state."""
         written = temporary_name(run_dir / FILE)
         try:
             written.write_text(json.dumps(asdict(self)), encoding="ascii")

@@ -1,21 +1,24 @@
 """What executions of one step came to, and what follows from their differences."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import xxhash
 
 from cpsr.checkpoint.replicated import WORDS_AT_ONCE, factors, sums
-from cpsr.engines.recorded_step import Evidence
 from cpsr.state.shard import integers_of
+
+if TYPE_CHECKING:  # loaded when a step is due
+    from cpsr.engines.recorded_step import Evidence
 
 __all__ = ["LEVELS", "Differences", "Fingerprints", "Verdict", "differences", "judge"]
 __all__ += ["judge_memory", "judge_neighbors"]
 
 # From the cause to its consequences: in the memory of a rank, in its own arithmetic, and in what ranks share then.
-LEVELS = ("memory", "outputs", "gradients", "reduced", "state")
+EXECUTED = ("outputs", "gradients", "reduced", "state")  # as `Evidence` has them
+LEVELS = ("memory", *EXECUTED)
 NAMED = 3  # names of one level that a rank reports
 COMPARED_RANKS = 2  # of these none can be told to be the wrong one
 
@@ -50,10 +53,10 @@ class Fingerprints:
         return {key: one.tolist() if isinstance(one, torch.Tensor) else one for key, one in found.items()}
 
 
-def differences(one: Evidence, other: Evidence) -> dict[str, list[str]]:
+def differences(one: "Evidence", other: "Evidence") -> dict[str, list[str]]:
     """By level, the first names that two executions differ in; empty where they are equal."""
     found = {}
-    for level in (field.name for field in fields(Evidence)):
+    for level in EXECUTED:
         mine, theirs = (Fingerprints.settled(getattr(each, level)) for each in (one, other))
         names = [name for name in {**mine, **theirs} if mine.get(name) != theirs.get(name)]
         if names:

@@ -69,20 +69,30 @@ class Repetition:
     def before_update(self, snapshot: Snapshot | None) -> None:
         """The update of the loop begins, and the copy of the snapshot is complete, or has failed."""
         self.snapshot = None if snapshot is None or snapshot.iteration != self._iteration else snapshot
-        before, now = Fingerprints.settled(self._before), Fingerprints.settled(self._memory())
-        self.changed = [name for name, found in before.items() if found != now.get(name)]
+        self._before = Fingerprints.settled(self._before)
+        self.changed = self._changed()
         self.step.before_update()
 
+    def _changed(self) -> list[str]:
+        """What is not as it was when the checkpoint began."""
+        now = Fingerprints.settled(self._memory())
+        return [name for name, found in self._before.items() if found != now.get(name)]
+
     def _memory(self) -> dict[str, Any]:
-        """Fingerprints of what only an update may change: masters, moments, and the weights of forward and backward."""
-        found, seen = dict[str, Any](), set[int]()
-        for name, one in self._job.adapter.shard().operators.items():
-            for key, values in {"weights": one.parameter.values, **one.moments}.items():
-                found[f"{name} ({key})"] = self._fingerprint(values)
-                seen.add(values.data_ptr())
+        return {name: self._fingerprint(values) for name, values in self._tensors().items()}
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """What only an update may change: masters, moments, and the weights of forward and backward."""
+        operators = self._job.adapter.shard().operators
+        found = {
+            f"{name} ({key})": values
+            for name, one in operators.items()
+            for key, values in {"weights": one.parameter.values, **one.moments}.items()
+        }
+        seen = {values.data_ptr() for values in found.values()}
         for name, values in self._job.adapter.forward_weights().items():
             if values.data_ptr() not in seen:
-                found[f"{name} (weights of the forward)"] = self._fingerprint(values)
+                found[f"{name} (weights of the forward)"] = values
         return found
 
     # After the step
@@ -141,7 +151,7 @@ class Repetition:
 
     def _has_other_tensors(self) -> bool:
         """Whether some rank has more or fewer tensors than at the checkpoint; a collective."""
-        return not self._group.all(self._memory().keys() == self._before.keys())
+        return not self._group.all(self._tensors().keys() == self._before.keys())
 
     def _restore(self, snapshot: Snapshot) -> None:
         """Go back to before the step.
@@ -156,8 +166,7 @@ class Repetition:
     def _differing_after(self, snapshot: Snapshot) -> str | None:
         """Put the snapshot into the engine; the first tensor that is then not as it was at its begin, or None."""
         self._inject(snapshot)
-        before, now = Fingerprints.settled(self._before), Fingerprints.settled(self._memory())
-        return next((name for name, found in before.items() if found != now.get(name)), None)
+        return next(iter(self._changed()), None)
 
     def _differing_operation(self, snapshot: Snapshot) -> str:
         restore = partial(self._restore, snapshot)

@@ -1,6 +1,5 @@
 """Which steps are repeated, and what follows from what they show."""
 
-import itertools
 import logging
 import threading
 import time
@@ -28,8 +27,6 @@ __all__ = ["Verification"]
 EXPECTED_STEPS = 4.0
 ALONE_MAX = 2  # wrong steps of a job of one rank; likewise
 UNREPEATABLE_MAX = 2  # in a row; then no more steps are repeated
-
-_numbers = itertools.count()  # of what is written
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,7 @@ class Verification:
         self._spent = 0.0  # on the step in progress
         self._unrepeatable = 0  # in a row
         self._repetition: Repetition | None = None
+        self._saving: threading.Thread | None = None
 
     @property
     def running(self) -> bool:
@@ -195,7 +193,7 @@ class Verification:
         return replace(verdict, kind="unrepeatable")
 
     def _keep(self, iteration: int) -> Snapshot | None:
-        """The weights, moments and buffers as they are, in a host buffer that no restart needs; None without one."""
+        """A copy of the present state, in a host buffer that no restart needs; None without such a buffer."""
         kept = self._pool.acquire(iteration, keep_newest=True)
         if kept is not None:
             held = dict(kept.shard.tensors())
@@ -284,11 +282,23 @@ class Verification:
                 f"in step {iteration} the loop did something that CPSR does not repeat ({verdict.where})"
             )
         self._store.verified_iterations = tuple(self.account.verified)
-        if self._group.rank == 0:  # the disk is not waited for
-            saved = replace(self.account, verified=[*self.account.verified], wrong={**self.account.wrong})
-            threading.Thread(target=saved.save, args=(self._job.config.run_dir, next(_numbers)), daemon=True).start()
+        self._save_beside()
 
     # What is verified, and what was wrong
+
+    def _save(self) -> None:
+        """Write the account, on rank 0."""
+        if self._group.rank == 0:
+            if self._saving is not None:
+                self._saving.join()
+            self.account.save(self._job.config.run_dir)
+
+    def _save_beside(self) -> None:
+        """The same, without waiting for the disk; a write that still waits for it leaves this one to a later save."""
+        if self._group.rank == 0 and (self._saving is None or not self._saving.is_alive()):
+            saved = replace(self.account, verified=[*self.account.verified], wrong={**self.account.wrong})
+            self._saving = threading.Thread(target=saved.save, args=(self._job.config.run_dir,), daemon=True)
+            self._saving.start()
 
     def note_committed(self, iteration: int) -> None:
         """Rank 0 has committed a checkpoint."""
@@ -315,7 +325,7 @@ class Verification:
         if self._group.rank == 0 and self._fraction:
             self.account.affords(0.0, self._fraction)
             self.account.off = self.account.off or Account.of_run(self._job.config.run_dir).off  # another rank's
-            self.account.save(self._job.config.run_dir, next(_numbers))
+            self._save()
 
     def suspect(self, what: str, place: str) -> None:
         """The wrong step will be executed again by the loop, and is only then called wrong.
@@ -340,8 +350,7 @@ class Verification:
     def count_wrong(self, place: str) -> int:
         """Count wrong arithmetic of a device, `host/device`; returns how often it was wrong in this run."""
         count = self.account.wrong[place] = self.account.wrong.get(place, 0) + 1
-        if self._group.rank == 0:
-            self.account.save(self._job.config.run_dir, next(_numbers))
+        self._save()
         return int(self._group.broadcast(count))
 
     def rewound(self, last_kept_iteration: int) -> None:
@@ -358,8 +367,7 @@ class Verification:
     def turn_off(self, why: str) -> None:
         """Repeat no further step of this run; on all ranks."""
         self._off = self.account.off = why
-        if self._group.rank == 0:
-            self.account.save(self._job.config.run_dir, next(_numbers))
+        self._save()
         self._warn("verification is off", f"No further step of this run is verified: {why}. Training is not affected")
 
     def _warn(self, kind: str, message: str) -> None:

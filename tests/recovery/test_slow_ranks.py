@@ -25,7 +25,7 @@ pytestmark = cpu_only("on a GPU these threads do not wait")
 
 PHASES = "even", "sleep", "loader", "core", "end"
 EVEN_SECONDS, LONGER_SECONDS = 0.03, 0.03  # of a step; and what a slow one takes beside that
-EVERY_SECONDS, COUNT = 0.5, 3  # of comparisons, in place of a minute
+EVERY_SECONDS, COUNT = 0.5, 3  # comparisons that make a rank slow, 0.5 s apart
 LIMIT_SECONDS = 120.0  # for what takes three; the machine may be busy
 BURNERS = 3  # beside rank 1 on its core
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
