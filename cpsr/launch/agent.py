@@ -207,8 +207,7 @@ class _Agent(LocalElasticAgent):
             try:
                 time.sleep(self.failures.after(exits))
             except JobEndedError as ended:
-                if ended.alone:  # torch would end the rendezvous, and with it all launchers
-                    worker_group.spec.rdzv_handler.shutdown = lambda: True  # type: ignore[method-assign]
+                self.spare.leaves_alone = ended.alone
                 raise
             # The decision to restart is made here. The difference of the two numbers counts the starts.
             self._worker_group.spec.max_restarts += 1

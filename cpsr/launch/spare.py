@@ -37,12 +37,13 @@ class Spare:
 
     Attributes:
         waits: whether it waits now.
+        leaves_alone: this launcher ends, and the job goes on without it.
     """
 
     def __init__(self, warm: WarmRanks, print_line: Callable[[str], None], waits: bool = False) -> None:
         self._warm = warm
         self._print_line = print_line
-        self.waits = waits
+        self.waits, self.leaves_alone = waits, False
         self._handler: Any = None
         self._members: set[Any] = set()  # of this round
         self._command: tuple[str, ...] = ()
@@ -156,7 +157,7 @@ class _Join(_torch._RendezvousJoinOp):  # type: ignore[misc]
 
 
 class _Close(_torch._RendezvousCloseOp):  # type: ignore[misc]
-    """Ends the job for all launchers; not one of a launcher that only waits.
+    """Ends the job for all launchers; not one of a launcher that only waits, or leaves it to the others.
 
     Args:
         spare: this launcher.
@@ -169,7 +170,7 @@ class _Close(_torch._RendezvousCloseOp):  # type: ignore[misc]
     def __call__(self, ctx: Any, deadline: float) -> Any:
         """The next action; those who wait have seen the end once their list is empty."""
         action = _torch._Action
-        if self._spare.waits:
+        if self._spare.waits or self._spare.leaves_alone:
             return action.FINISH
         following = super().__call__(ctx, deadline)
         is_seen = not ctx.state.redundancy_list or time.monotonic() > self._until

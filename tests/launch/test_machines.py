@@ -1,6 +1,5 @@
 """A job goes on with the machines that are left, and with those that return; real networks, names and memories."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,15 +7,7 @@ import pytest
 from cpsr.checkpoint.store import verify_run
 from cpsr.ranks.link import REFUSED_STATUS
 from tests.launch.machine_jobs import MachineJob, kept, require_one_training
-from tests.machines import Machines, obstacle
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
-    if (why := obstacle()) is not None:
-        pytest.skip(why)
-    with Machines(3, tmp_path) as found:
-        yield found
+from tests.machines import Machines
 
 
 @pytest.mark.parametrize(

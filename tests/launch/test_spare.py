@@ -4,14 +4,13 @@ import math
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.launch.jobs import Launched
 from tests.launch.machine_jobs import MachineJob, kept, require_one_training
-from tests.machines import Machines, obstacle
+from tests.machines import Machines
 
 # States are in memory alone, with a copy on the other machine; heartbeats of ranks would end them much too late.
 SETTINGS = {
@@ -22,14 +21,6 @@ SETTINGS = {
 }
 STARTED = re.compile(r"Started rank \d+ \(pid (\d+)\)")
 QUIET_SECONDS = 12.0  # in which a spare that died, or a rank that was killed, would have had consequences
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
-    if (why := obstacle()) is not None:
-        pytest.skip(why)
-    with Machines(4, tmp_path) as found:
-        yield found
 
 
 def begun(

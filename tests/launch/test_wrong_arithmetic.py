@@ -1,24 +1,13 @@
 """A machine that computes wrongly leaves the job, and the others go on from a verified state without it."""
 
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from cpsr.journal import JournalReader
 from cpsr.ranks.link import REFUSED_STATUS
 from cpsr.verification.account import Account
 from tests.launch.machine_jobs import MachineJob
 from tests.launch.machines_job import FAULTY
-from tests.machines import Machines, obstacle
-
-
-@pytest.fixture
-def machines(tmp_path: Path) -> Iterator[Machines]:
-    if (why := obstacle()) is not None:
-        pytest.skip(why)
-    with Machines(3, tmp_path) as found:
-        yield found
+from tests.machines import Machines
 
 
 def test_a_machine_that_is_wrong_twice_leaves_the_job(machines: Machines, tmp_path: Path) -> None:
