@@ -22,7 +22,7 @@ from cpsr.checkpoint.manifest import RankManifest, writer_of
 from cpsr.checkpoint.parts import REST, Parts
 from cpsr.errors import SaveError
 from cpsr.state.device_values import to_host
-from cpsr.state.shard import OperatorState, Shard, integers_of
+from cpsr.state.shard import OperatorState, Shard, bytes_of, integers_of
 
 __all__ = ["DriftedError", "Replicas", "can_share", "factors", "missing_among"]
 __all__ += ["refuse_drifted", "state_hash", "sums"]
@@ -51,7 +51,7 @@ def state_hash(operator: OperatorState) -> str:
     """xxh3-128 of an operator's weights and moments on the host, in hexadecimal."""
     state = xxhash.xxh3_128()
     for values in _tensors(operator):
-        state.update(values.detach().reshape(-1).contiguous().view(torch.uint8).numpy().data)
+        state.update(bytes_of(values).numpy().data)
     return str(state.hexdigest())
 
 

@@ -27,6 +27,7 @@ from cpsr.errors import NotResumableError, UnsupportedEngineError
 from cpsr.hints.loaders import LoaderArgument, is_loader
 from cpsr.state.codec import encode
 from cpsr.state.host_random import capture_host_rng, restore_host_rng
+from cpsr.state.shard import bytes_of
 from cpsr.state.user_objects import stateful
 
 __all__ = ["Arguments", "Encoder", "restored"]
@@ -399,7 +400,7 @@ def _digest(tree: Any, name: str) -> str:
     found = xxhash.xxh3_128(json.dumps(data).encode())
     for key, one in tensors.items():
         found.update(f"{key} {one.dtype} {tuple(one.shape)}".encode())
-        found.update(one.reshape(-1).view(torch.uint8).numpy().data)
+        found.update(bytes_of(one).numpy().data)
     return found.hexdigest()
 
 

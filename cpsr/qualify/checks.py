@@ -28,10 +28,11 @@ from cpsr.checkpoint.run_directory import run_id
 from cpsr.engines import EngineAdapter
 from cpsr.journal import JournalReader, RecoveryRow
 from cpsr.qualify.cells import Cell, Scene, cells_of
-from cpsr.qualify.conformance import as_bytes, check_early_state, check_resume, seed
+from cpsr.qualify.conformance import check_early_state, check_resume, seed
 from cpsr.qualify.torch_jobs import BATCH, LENGTH, VOCABULARY
 from cpsr.recovery import CPSRRecovery
 from cpsr.restart.restored_state import Restored
+from cpsr.state.shard import bytes_of
 
 __all__ = ["CHECKS", "Check", "Trial", "check_restart", "trials_of"]
 
@@ -269,7 +270,7 @@ def _digest(adapter: EngineAdapter) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(adapter.shard().all_tensors(), key=lambda pair: pair[0]):
         digest.update(name.encode())
-        digest.update(as_bytes(tensor).cpu().numpy().tobytes())
+        digest.update(bytes_of(tensor).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -19,6 +19,7 @@ from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.moe.operators import place_of
 from cpsr.engines.optimizer_state import learning_rate
 from cpsr.state.codec import SmallState, decode, encode, same
+from cpsr.state.shard import bytes_of
 
 __all__ = [
     "AFTER",
@@ -117,7 +118,7 @@ class Boundaries:
     def _change(self) -> None:
         self.changes += bool(self._state)  # more than once in a step where there are several parameter groups
         for key, now, before in self._state:
-            assert torch.equal(as_bytes(now), as_bytes(before)), key
+            assert torch.equal(bytes_of(now), bytes_of(before)), key
         self._state = []
 
     def _end(self, iteration: int) -> None:
@@ -188,15 +189,10 @@ def assert_bitwise(actual: dict[str, Any], expected: dict[str, Any]) -> None:
         if isinstance(value, torch.Tensor):
             assert actual[key].dtype == value.dtype
             assert actual[key].shape == value.shape, f"{key}: {actual[key].shape} != {value.shape}"
-            equal = torch.equal(as_bytes(actual[key]), as_bytes(value))
+            equal = torch.equal(bytes_of(actual[key]), bytes_of(value))
             assert equal, f"{key} differs by {(actual[key].double() - value.double()).abs().max()}"
         else:
             assert same(actual[key], value), f"{key}: {actual[key]} != {value}"
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's values as a vector of uint8."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def seed(value: int) -> None:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.device_values import Deadline, DeviceNumber, DeviceValues
+from cpsr.state.shard import bytes_of
 
 __all__ = [
     "SCALARS",
@@ -207,8 +208,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal bit for bit, also where they hold NaNs; of one device, with any strides."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    bits, others = (tensor.reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
-    return torch.equal(bits, others)
+    return torch.equal(bytes_of(one), bytes_of(other))
 
 
 def decode(data: Any, tensors: Mapping[str, torch.Tensor], later: Mapping[int, torch.Tensor] | None = None) -> Any:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from cpsr.state.shard import integers_of
+from cpsr.state.shard import bytes_of, integers_of
 
 __all__ = ["FrozenPlace", "FrozenWeights", "hash_of", "word_of"]
 
@@ -195,7 +195,7 @@ class FrozenWeights:
 def hash_of(tensor: torch.Tensor) -> str:
     """xxh3-128 of a tensor's dtype, shape and elements, in hexadecimal."""
     state = xxhash.xxh3_128(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    for piece in torch.split(tensor.detach().contiguous().reshape(-1).view(torch.uint8), _PIECE_BYTES):
+    for piece in torch.split(bytes_of(tensor), _PIECE_BYTES):
         state.update(piece.cpu().numpy().data)
     return str(state.hexdigest())
 

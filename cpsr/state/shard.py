@@ -124,6 +124,14 @@ class Shard:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.tensors())
 
 
+def bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor with any strides as a flat uint8 tensor; a view where they lie one behind another."""
+    flat = values.detach().reshape(-1).contiguous()
+    if flat.stride() != (1,):  # one element that was expanded
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def integers_of(values: torch.Tensor) -> torch.Tensor:
     """The elements of a flat tensor as integers of the same size; a view."""
     if values.is_complex():

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from cpsr.checkpoint.replicated import WORDS_AT_ONCE, factors, sums
-from cpsr.state.shard import integers_of
+from cpsr.state.shard import bytes_of, integers_of
 
 if TYPE_CHECKING:  # loaded when a step is due
     from cpsr.engines.recorded_step import Evidence
@@ -38,13 +38,10 @@ class Fingerprints:
 
     def __call__(self, values: torch.Tensor) -> Any:
         """The fingerprint of a tensor's bits, which `settled` makes comparable."""
-        flat = values.detach().reshape(-1)
-        if not flat.is_cuda:
-            return xxhash.xxh3_128_hexdigest(flat.contiguous().view(torch.uint8).numpy().data)
+        if not values.is_cuda:
+            return xxhash.xxh3_128_hexdigest(bytes_of(values).numpy().data)
         assert self._factors is not None
-        if flat.element_size() > 4:
-            flat = flat.contiguous().view(torch.int32)
-        words = integers_of(flat)
+        words = bytes_of(values).view(torch.int32) if values.element_size() > 4 else integers_of(values.reshape(-1))
         return torch.stack([sums(piece, self._factors) for piece in torch.split(words, WORDS_AT_ONCE)])
 
     @staticmethod

@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from cpsr.engines.adapter import EngineAdapter
 from cpsr.engines.deepspeed_repeated import DeepSpeedRepeatedSteps
-from cpsr.qualify.conformance import AFTER, BEFORE, as_bytes, inject, run, seed, take_snapshot
+from cpsr.qualify.conformance import AFTER, BEFORE, inject, run, seed, take_snapshot
 from cpsr.qualify.deepspeed_jobs import DeepSpeedJob, PipelineJob, TinyMoE, configuration, initialize, pipeline_engine
 from cpsr.qualify.torch_jobs import TinyLM
 from cpsr.state.codec import SmallState
+from cpsr.state.shard import bytes_of
 from tests.engines.deepspeed_cases import Case
 from tests.engines.kernel_cases import with_kernels_in_torch
 
@@ -102,7 +103,7 @@ def _times(factor: float, name: str, value: Any) -> Any:
 
 
 def count(one: torch.Tensor, other: torch.Tensor) -> int:
-    return int((as_bytes(one) != as_bytes(other)).sum())
+    return int((bytes_of(one) != bytes_of(other)).sum())
 
 
 def earliest(turns: Mapping[str, int]) -> dict[str, int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cpsr.engines.deepspeed_repeated import LinearGradients
-from cpsr.qualify.conformance import as_bytes
+from cpsr.state.shard import bytes_of
 from tests.device import DEVICE
 
 SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=4)
@@ -47,10 +47,10 @@ def test_outputs_gradients_of_inputs_and_the_order_are_those_of_torch(
     left_out = LinearGradients(layer)
     left_out.leave_out(list(layer.parameters()))
     (output_without, gradient_without, *rest_without), zeros = trained(layer, values, turned)
-    assert torch.equal(as_bytes(output), as_bytes(output_without))
+    assert torch.equal(bytes_of(output), bytes_of(output_without))
     assert (gradient is None) == (gradient_without is None)
     if gradient is not None:
-        assert torch.equal(as_bytes(gradient), as_bytes(gradient_without))
+        assert torch.equal(bytes_of(gradient), bytes_of(gradient_without))
         assert gradient.stride() == gradient_without.stride()
     assert rest == rest_without
     if left_out.count:
