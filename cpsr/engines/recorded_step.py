@@ -21,8 +21,11 @@ from cpsr.engines.module_attributes import ModuleAttributes
 from cpsr.engines.optimizer_state import hyperparameters, load_hyperparameters
 from cpsr.engines.step_inputs import Forward, Inputs, RecordedLoss, autocast_of, copied, enter_autocast
 from cpsr.state.codec import same
+from cpsr.state.user_objects import GENERATORS, Stateful, stateful
 
 __all__ = ["Evidence", "Fingerprint", "RecordedStep"]
+
+SMALL_BYTES_MAX = 1 << 20  # of the tensors of an object that the user has registered
 
 # A fingerprint of a tensor's bits: equal where these are.
 Fingerprint = Callable[[torch.Tensor], Any]
@@ -46,16 +49,13 @@ class Evidence:
 
 
 def _harmless(watch: Callable[..., None]) -> Callable[..., None]:
-    """The method, whose errors make the step one that is not repeated: the loop goes on."""
+    """The method, whose errors make the step one that is not repeated."""
 
     @wraps(watch)
     def watched(self: "RecordedStep", *given: Any) -> None:
-        if not self.recording or self.obstacle is not None:
-            return
-        try:
-            watch(self, *given)
-        except Exception as error:  # noqa: BLE001 - of the loop's objects, of any kind
-            self.obstacle = f"what the loop gives the module cannot be recorded ({type(error).__name__}: {error})"
+        if self.recording and self.obstacle is None:
+            with self.watching():
+                watch(self, *given)
 
     return watched
 
@@ -67,8 +67,9 @@ class RecordedStep:
     gradients that the loop gave to the module's outputs.
 
     Args:
-        adapter: the engine; the recorder's hooks lie on it from now until `end`.
+        adapter: the engine; the recorder's hooks lie on it from `begin` until `end`.
         fingerprint: of tensors on the adapter's device.
+        objects: that the user has registered. A forward may draw from generators among them, or change a small one.
 
     Attributes:
         recording: whether the loop runs the step.
@@ -76,9 +77,11 @@ class RecordedStep:
         first: what its execution by the loop came to.
     """
 
-    def __init__(self, adapter: EngineAdapter, fingerprint: Fingerprint) -> None:
+    def __init__(self, adapter: EngineAdapter, fingerprint: Fingerprint, objects: Sequence[Any] = ()) -> None:
         self._adapter, self._fingerprint = adapter, fingerprint
-        self.obstacle: str | None = None
+        self._objects = [stateful("an object", one) for one in objects]
+        self._generators = [stateful("a generator", one) for one in objects if isinstance(one, GENERATORS)]
+        self.obstacle = adapter.repetition_obstacle()
         self.first = self._evidence = Evidence()
         self._forwards: list[Forward] = []
         self._events: list[tuple[str, Any]] = []  # in their order: `forward`, `backward`, and DeepSpeed's `step`
@@ -90,11 +93,19 @@ class RecordedStep:
         self._hooks, self.recording = Hooks(), True
         self._counted = Counter[str]()
         self._named = {name: one for name, one in adapter.module.named_parameters() if one.requires_grad}
-        self._install()
 
     # While the loop runs the step
 
-    def _install(self) -> None:
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """An error inside makes this step one that is not repeated: the loop goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - of the loop's objects, of any kind
+            self.obstacle = self.obstacle or f"the step cannot be recorded ({type(error).__name__}: {error})"
+
+    def begin(self) -> None:
+        """The loop begins the step."""
         hooks, called = self._hooks, self._adapter.called
         hooks.replace(self._adapter.loop, "recorder", self)
         for name, parameter in self._named.items():
@@ -115,7 +126,7 @@ class RecordedStep:
         reduces = self._adapter.reduces_gradients
         if self._drops_gradients():
             self.obstacle = "the loop drops gradients within a step"
-        random = capture_random_states(self._adapter)
+        random = self._random_states()
         attributes, autocast = ModuleAttributes(self._adapter.module), autocast_of(self._adapter.device.type)
         self._forwards.append(Forward(args, kwargs, random, attributes, autocast, reduces))
         self._events.append(("forward", len(self._forwards) - 1))
@@ -124,7 +135,7 @@ class RecordedStep:
     def after_forward(self, output: Any) -> None:
         """The module has returned that."""
         index = len(self._forwards) - 1
-        self._forwards[index].random_after = capture_random_states(self._adapter)
+        self._forwards[index].random_after = self._random_states()
         for number, one in enumerate(self._note_outputs(index, output)):
             if one.requires_grad:
                 _hooked(one, partial(self._on_output_gradient, index, number))
@@ -147,6 +158,8 @@ class RecordedStep:
                 return
         task = torch._C._current_graph_task_id()
         if not self._events or self._events[-1][0] != "backward" or self._events[-1][1]["task"] != task:
+            if any(kind == "backward" and (index, number) in what["outputs"] for kind, what in self._events):
+                self.obstacle = "the loop goes backward through a forward more than once"
             self._events.append(("backward", {"task": task, "outputs": []}))
         self._events[-1][1]["outputs"].append((index, number))
         # On the host: held there, a large one does not add to the peak of the device.
@@ -189,8 +202,12 @@ class RecordedStep:
     def _clipping(self, original: Any) -> Any:
         def clip(parameters: Any, max_norm: float, total_norm: torch.Tensor, foreach: bool | None = None) -> Any:
             parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-            if self.recording:
+            own = {id(one) for one in self._named.values()}
+            is_own = {id(one) in own for one in parameters if one.grad is not None}
+            if self.recording and is_own == {True}:
                 self._clips.append((parameters, max_norm, self._norm, foreach))
+            elif self.recording and is_own == {True, False}:
+                self.obstacle = "the loop clips gradients of other modules with those of this one"
             return original(parameters, max_norm, total_norm, foreach)
 
         return clip
@@ -215,7 +232,8 @@ class RecordedStep:
         """The step is complete: note its state."""
         self.cancel()
         self._scalars = copy.deepcopy(self._adapter.scalars())
-        self._random = capture_random_states(self._adapter)
+        self._random = self._random_states()
+        self._small = [(one, state) for one in self._objects if (state := _small_state(one)) is not None]
         self._attributes_after = ModuleAttributes(self._adapter.module)
         if any(one.random_after is None for one in self._forwards):
             self.obstacle = self.obstacle or "a forward of the step failed"
@@ -228,6 +246,15 @@ class RecordedStep:
         if "other" in self._left.values():
             self.obstacle = "the loop changes gradients after the update"
         self._note_state()
+
+    def _random_states(self) -> dict[str, Any]:
+        own = capture_random_states(self._adapter)
+        return {**own, "registered": [one.state_dict() for one in self._generators]} if self._generators else own
+
+    def _restore_random(self, states: dict[str, Any]) -> None:
+        restore_random_states(self._adapter, states)
+        for one, state in zip(self._generators, states.get("registered", ()), strict=False):
+            one.load_state_dict(state)
 
     def _changed_object(self) -> str | None:
         before = self._forwards[0].attributes
@@ -298,11 +325,11 @@ class RecordedStep:
         attributes = one.attributes or self._forwards[0].attributes
         assert attributes is not None  # of this rank's forwards
         attributes.restore()
-        restore_random_states(adapter, one.random)
+        self._restore_random(one.random)
         adapter.reduces_gradients = one.reduces
         args, kwargs = copied((one.args, one.kwargs))  # a forward may change them
         found = self._note_outputs(index, adapter.called(*args, **kwargs))
-        if one.random_after is not None and not same(capture_random_states(adapter), one.random_after):
+        if one.random_after is not None and not same(self._random_states(), one.random_after):
             self._evidence.outputs[f"random states after forward {index}"] = "others"
         return found
 
@@ -360,7 +387,10 @@ class RecordedStep:
         """The engine has the weights after the step again: bring the rest to where the loop had left it."""
         self._adapter.load_scalars(copy.deepcopy(self._scalars))
         self._attributes_after.restore()
-        restore_random_states(self._adapter, self._random)
+        self._restore_random(self._random)
+        for one, state in self._small:
+            if not same(one.state_dict(), state):
+                one.load_state_dict(copy.deepcopy(state))
         for name, parameter in self._named.items():
             if self._left[name] == "none":
                 parameter.grad = None
@@ -373,6 +403,13 @@ class RecordedStep:
     def inputs(self) -> "Inputs":
         """What another rank needs to repeat this step."""
         return Inputs(self._forwards, self._events)
+
+
+def _small_state(one: Stateful) -> Any:
+    """A copy of an object's state; None where that is large, as a second model's: no forward of this one changes it."""
+    state = one.state_dict()
+    tensors = [leaf for leaf in tree_flatten(state)[0] if isinstance(leaf, torch.Tensor)]
+    return copy.deepcopy(state) if sum(leaf.nbytes for leaf in tensors) <= SMALL_BYTES_MAX else None
 
 
 def _instead(given: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -173,7 +173,12 @@ class TorchAdapter(EngineAdapter):
 
     def repetition_obstacle(self) -> str | None:
         """See `EngineAdapter.repetition_obstacle`."""
-        return None if self._scaler is None else "the loop scales its loss with a GradScaler"
+        if self._scaler is not None:
+            return "the loop scales its loss with a GradScaler"
+        hooks: Any = () if self.wrapper is None else self.wrapper._comm_hooks
+        if any(map(_keeps_state, hooks)):
+            return "a communication hook of DistributedDataParallel keeps state"
+        return None
 
     def push_down(self) -> None:
         """The masters are the parameters: only what FSDP2 gathered of them before is dropped."""
@@ -238,3 +243,9 @@ class TorchAdapter(EngineAdapter):
 
 def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _keeps_state(registered: tuple[Any, Any]) -> bool:
+    """Whether a communication hook has a state, and not just a group of ranks."""
+    _, state = registered
+    return state is not None and not isinstance(state, torch.distributed.ProcessGroup)

@@ -163,6 +163,7 @@ def open_life(life: "Life", config: CPSRConfig, opened: ExitStack) -> None:
         life.boundary.emergency_dump.watch_sigterm(life.stop.note)
     if (launcher := report()) is not None:  # now, when what a life uses is imported
         launcher.tell_imports()
+    opened.callback(life.verification.cancel)  # before the other hooks on the loop: its own lie on top of them
     life.steps.start_clock()
 
 
@@ -314,7 +315,7 @@ def _verification(life: "Life", store: CheckpointStore) -> "Verification":
         off = "the tokens of its experts are counted, which a repeated step would change"
     elif life.memory.windows is not None:
         off = "it keeps windows of snapshots (replay.enabled)"
-    return Verification(life.job, store, life.memory.pool, life.restorer.inject, off)
+    return Verification(life.job, store, life.memory.pool, life.restorer.inject, life.loop.state.objects, off)
 
 
 def _routed_tokens(

@@ -113,6 +113,10 @@ class Injection:
             CheckpointError: as `load_frozen`; nothing was changed.
         """
         self.load_frozen(snapshot.scalars)
+        self.put(snapshot)
+
+    def put(self, snapshot: Snapshot) -> None:
+        """The same, where the parameters outside the optimizer are already those of the snapshot."""
         live = dict(self._adapter.shard(to_fill=True).tensors())
         with torch.no_grad():
             for key, values in snapshot.shard.tensors():

@@ -283,8 +283,8 @@ class Restorer:
         return replace(restored, reason=f"{lost} iterations are recomputed from {place}" if lost else whole)
 
     def inject(self, snapshot: Snapshot) -> None:
-        """Put a snapshot of this life into the engine; see `Injection.inject`."""
-        self._injection.inject(snapshot)
+        """Put a snapshot of this life into the engine; see `Injection.put`."""
+        self._injection.put(snapshot)
 
     def go_back(self, iteration: int, reason: str) -> Restored:
         """Restore a checkpoint of this life exactly, once later ones are set aside.

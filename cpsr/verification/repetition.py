@@ -30,6 +30,30 @@ __all__ = ["Repetition"]
 NEIGHBOR_BYTES_MAX = 64 << 20  # of one rank's inputs; no neighbor repeats a step that has more
 
 
+class MemoryRoom:
+    """Whether a step can be repeated in a device's memory, beside what the loop still holds of it.
+
+    Args:
+        device: a GPU; of the host's memory nothing is said.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+    def lack(self) -> str | None:
+        """Why it cannot, one clause for people; None where it can."""
+        if self._device.type != "cuda":
+            return None
+        needed = torch.cuda.max_memory_allocated(self._device) - self._before_bytes
+        unused = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        free = torch.cuda.mem_get_info(self._device)[0] + unused
+        if free >= needed:
+            return None
+        taken, left = f"{needed / 1e6:.0f} MB", f"{free / 1e6:.0f} MB"
+        return f"a step may take {taken} of the GPU beside what the loop still holds, and {left} are free"
+
+
 class _NotRestoredError(Exception):
     """A snapshot did not bring back the state that it was taken of.
 
@@ -47,6 +71,7 @@ class Repetition:
     Args:
         iteration: of the checkpoint.
         inject: puts a snapshot into the engine, as a restart does.
+        objects: that the user has registered.
         compares: whether ranks also execute each other's steps: all train the same model, on different batches.
 
     Attributes:
@@ -56,15 +81,34 @@ class Repetition:
         unshared: why this rank's inputs cannot be given to a neighbor; None where they can.
     """
 
-    def __init__(self, job: Job, iteration: int, inject: Callable[[Snapshot], None], *, compares: bool) -> None:
+    def __init__(
+        self,
+        job: Job,
+        iteration: int,
+        inject: Callable[[Snapshot], None],
+        objects: Sequence[Any],
+        *,
+        compares: bool,
+    ) -> None:
         self._job, self._group, self._inject, self._compares = job, job.group, inject, compares
         self._iteration = iteration
         self._fingerprint = Fingerprints(job.adapter.device)
-        self.step = RecordedStep(job.adapter, self._fingerprint)
+        self.step = RecordedStep(job.adapter, self._fingerprint, objects)
         self.snapshot: Snapshot | None = None
         self.changed: list[str] = []
         self.unshared: str | None = None
+        self._before: dict[str, Any] = {}
+        self._room = MemoryRoom(job.adapter.device)
+
+    def begin(self) -> None:
+        """The snapshot is being copied, and the loop begins the step."""
+        self.step.begin()
         self._before = self._memory()
+
+    def end(self) -> None:
+        """The step is complete."""
+        self.step.end()
+        self.step.obstacle = self.step.obstacle or self._room.lack()
 
     def before_update(self, snapshot: Snapshot | None) -> None:
         """The update of the loop begins, and the copy of the snapshot is complete, or has failed."""

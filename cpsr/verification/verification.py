@@ -55,6 +55,7 @@ class Verification:
         store: keeps the newest verified checkpoint whole.
         pool: lends a host buffer for the state after the step, while the step is repeated.
         inject: puts a snapshot into the engine, as a restart does.
+        objects: that the user has registered so far.
         off: why no step of this life can be verified, one clause for people; None where steps can.
 
     Attributes:
@@ -67,9 +68,11 @@ class Verification:
         store: CheckpointStore,
         pool: SnapshotPool,
         inject: Callable[[Snapshot], None],
+        objects: Sequence[Any] = (),
         off: str | None = None,
     ) -> None:
         self._job, self._group, self._store, self._pool, self._inject = job, job.group, store, pool, inject
+        self._objects = objects
         self._fraction = job.config.verification.budget_fraction
         self.account = Account.of_run(job.config.run_dir) if job.group.rank == 0 else Account()
         store.verified_iterations = tuple(self.account.verified)
@@ -116,14 +119,18 @@ class Verification:
         from cpsr.verification.repetition import Repetition  # not what every start waits for
 
         started = time.perf_counter()
-        self._repetition = Repetition(self._job, iteration, self._inject, compares=self._compares)
+        self._repetition = Repetition(self._job, iteration, self._inject, self._objects, compares=self._compares)
+        with self._repetition.step.watching():
+            self._repetition.begin()
         self._spent = time.perf_counter() - started
 
     def before_update(self, snapshot: Snapshot | None) -> None:
         """The update begins, and the copy of the snapshot is complete; None: it has failed."""
-        if self._repetition is not None and self._repetition.snapshot is None:
+        repetition = self._repetition
+        if repetition is not None and repetition.snapshot is None and repetition.step.obstacle is None:
             started = time.perf_counter()
-            self._repetition.before_update(snapshot)
+            with repetition.step.watching():
+                repetition.before_update(snapshot)
             self._spent += time.perf_counter() - started
 
     # After the step
@@ -154,10 +161,11 @@ class Verification:
         return verdict
 
     def _concluded(self, repetition: "Repetition", iteration: int) -> Verdict | None:
-        repetition.step.end()
+        with repetition.step.watching():
+            repetition.end()
         obstacles = self._group.gather_present(repetition.step.obstacle)
         if obstacles:
-            self._count_unrepeatable(f"{obstacles[0]}, which CPSR does not repeat")
+            self._count_unrepeatable(f"this loop's steps cannot be repeated, since {obstacles[0]}")
             return None
         changed = self._group.gather(repetition.changed)
         kept = None if repetition.snapshot is None else self._keep(iteration)
@@ -321,7 +329,6 @@ class Verification:
 
     def close(self) -> None:
         """The life ends: keep what its training has earned."""
-        self.cancel()
         if self._group.rank == 0 and self._fraction:
             self.account.affords(0.0, self._fraction)
             self.account.off = self.account.off or Account.of_run(self._job.config.run_dir).off  # another rank's
@@ -371,5 +378,5 @@ class Verification:
         self._warn("verification is off", f"No further step of this run is verified: {why}. Training is not affected")
 
     def _warn(self, kind: str, message: str) -> None:
-        level = logging.WARNING if self._group.rank == 0 else logging.DEBUG
-        self._job.journal.event(kind, message, level=level)
+        if self._group.rank == 0:  # all ranks know
+            self._job.journal.event(kind, message, level=logging.WARNING)

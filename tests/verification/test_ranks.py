@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,6 +19,7 @@ from cpsr.verification.account import Account
 from tests import two_ranks
 from tests.device import ON_CUDA
 from tests.situations.lives import Life, backward, digest, live
+from tests.verification.loops import kinds_of
 
 CELLS = """
 import json, os, sys
@@ -49,7 +51,8 @@ def trained(cell, fraction):
         for step in range(STEPS):
             recovery.life.saver.drain(30.0)
             job.train_step(step)
-        state = {key: values.detach().clone() for key, values in job.adapter.shard().tensors()}
+    job.train_step(STEPS)  # the loop's own, after a checkpoint was due at the last step
+    state = {key: values.detach().clone() for key, values in job.adapter.shard().tensors()}
     return state, torch.get_rng_state(), Account.of_run(run_dir)
 
 found = {}
@@ -71,6 +74,43 @@ def test_each_engine_repeats_its_steps_without_a_trace(tmp_path: Path) -> None:
         assert same, name
         assert second[name][0], name
         assert bool(verified) is not name.startswith(NOT_REPEATED), name
+
+
+def trained_with_a_hook_that_keeps_state(life: Life) -> list[Any]:
+    """Two ranks of DDP, whose gradients are compressed with a memory of what compressing lost."""
+    (life.directory / "run").mkdir(exist_ok=True)
+    Account(trained_seconds=1e9).save(life.directory / "run")
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Linear(32, 1))
+    adapter = TorchAdapter(
+        wrapper := DistributedDataParallel(model), optimizer := torch.optim.AdamW(model.parameters())
+    )
+    state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=0.5)
+    wrapper.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    data = torch.randn(96, 8, generator=torch.Generator().manual_seed(life.rank))
+    config = life.config(
+        checkpoint={"interval_iterations": 2}, verification={"budget_fraction": float(life.options["verifies"])}
+    )
+    with CPSRRecovery(adapter, config) as recovery:
+        for batch in recovery.resume([data[at : at + 8] for at in range(0, 96, 8)]):
+            backward((adapter.called(batch) - batch.sum(1, keepdim=True)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.distributed.destroy_process_group()
+    return [digest(model), kinds_of(life.directory / "run").count("verification is off")]
+
+
+def test_a_communication_hook_with_state_is_not_called_twice(tmp_path: Path) -> None:
+    lives = {
+        verifies: live(
+            trained_with_a_hook_that_keeps_state,
+            Life(tmp_path / str(verifies), ranks=2, options={"verifies": verifies}),
+        )
+        for verifies in (False, True)
+    }
+    assert [one[0] for one in lives[True].results] == [one[0] for one in lives[False].results]
+    assert [lives[verifies].result[1] for verifies in (False, True)] == [0, 1]
 
 
 def killed_while_a_step_is_repeated(life: Life) -> str:
