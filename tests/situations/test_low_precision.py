@@ -154,7 +154,7 @@ def test_low_precision_comes_back_bit_for_bit(
 @pytest.mark.parametrize(
     ("more", "source"),
     [
-        ({}, "exact from memory"),
+        ({"checkpoint": {"interval_iterations": 50}, "memory": {"interval_iterations": 5}}, "exact from memory"),
         ({"checkpoint": {"interval_iterations": 5, "shared_memory": False}}, "exact from checkpoint 15"),
         (WINDOWS, "exact from memory"),
     ],
