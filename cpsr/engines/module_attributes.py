@@ -5,14 +5,20 @@ from typing import Any
 
 import numpy
 import torch
+import xxhash
 
+from cpsr.engines.distributed_tensors import local
+from cpsr.state.shard import bytes_of
 from cpsr.state.user_objects import GENERATORS, stateful
 
-__all__ = ["ModuleAttributes"]
+__all__ = ["ModuleAttributes", "attributes_of", "is_container"]
 
 _TORCH = {name for name in vars(torch.nn.Module()) if name != "training"}
-_ENGINES = ("ds_", "_ds_", "_fsdp", "_original_parameters")  # begin the names of DeepSpeed's and FSDP2's
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type)
+# These begin the names of DeepSpeed's and FSDP2's.
+_ENGINES = (
+    "ds_grads_remaining", "ds_id", "ds_inflight", "ds_external", "ds_model_", "ds_recompute", "_ds_", "_fsdp",
+    "_original_parameters",
+)  # fmt: skip
 _LISTS, _DICTS = (list, collections.deque), (dict,)
 
 
@@ -20,28 +26,27 @@ class ModuleAttributes:
     """The attributes of a module and of all in it, as they are now; `restore` brings them back.
 
     The content of tensors, arrays, lists, dictionaries and sets comes back in their place, and the state of generators.
-    Of any other object only the reference does: see `changed_objects`.
+    Of any other object only the reference does: see `cpsr.engines.reach`.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
-        self._modules = [(one, _of(one)) for one in module.modules()]
+        self._modules = [(one, attributes_of(one)) for one in module.modules()]
         self._content = [{name: _copied(value) for name, value in found.items()} for _, found in self._modules]
-        self._objects = {
-            f"{type(one).__name__}.{name}": _shown(value)
-            for one, found in self._modules
-            for name, value in found.items()
-            if not _is_restored(value)
-        }
 
-    def changed_objects(self, since: "ModuleAttributes") -> str | None:
-        """The first attribute that has changed since then, and that `restore` would not bring back; None: none has."""
-        return next((name for name, shown in self._objects.items() if since._objects.get(name, shown) != shown), None)
+    def digest(self) -> str:
+        """A hash of the values, which another rank has as well if its modules keep the same; not of objects."""
+        found = xxhash.xxh3_128()
+        for content in self._content:
+            for name in sorted(content):
+                found.update(name.encode())
+                _feed(found, content[name])
+        return found.hexdigest()
 
     def restore(self) -> None:
         """Bring all of them back."""
         for (module, found), content in zip(self._modules, self._content, strict=True):
             now = vars(module)
-            for name in _of(module).keys() - found.keys():
+            for name in attributes_of(module).keys() - found.keys():
                 del now[name]
             for name, value in found.items():
                 back = _restored(value, content[name])
@@ -49,23 +54,15 @@ class ModuleAttributes:
                     now[name] = back
 
 
-def _of(module: torch.nn.Module) -> dict[str, Any]:
+def attributes_of(module: torch.nn.Module) -> dict[str, Any]:
+    """What a module keeps that is not torch's, and no parameter or buffer."""
     named = vars(module).items()
     return {name: value for name, value in named if name not in _TORCH and not name.startswith(_ENGINES)}
 
 
-def _is_restored(value: Any) -> bool:
-    """Whether its content is kept; functions and modules keep theirs elsewhere."""
-    kinds = (*_PLAIN, *GENERATORS, *_LISTS, *_DICTS, torch.Tensor, numpy.ndarray, set, torch.nn.Module)
-    return isinstance(value, kinds) or callable(value) or (isinstance(value, tuple) and all(map(_is_restored, value)))
-
-
-def _shown(value: Any) -> Any:
-    """What tells whether a forward has changed an object: its plain attributes, and which others it has."""
-    attributes = getattr(value, "__dict__", None)
-    if attributes is None:
-        return id(value)
-    return {name: one if isinstance(one, _PLAIN) else id(one) for name, one in attributes.items()}
+def is_container(value: Any) -> bool:
+    """Whether the content of a container comes back with it."""
+    return isinstance(value, (*_LISTS, *_DICTS, tuple, set))
 
 
 def _copied(value: Any) -> Any:
@@ -82,6 +79,23 @@ def _copied(value: Any) -> Any:
     if isinstance(value, (*_LISTS, tuple)):
         return [(item, _copied(item)) for item in value]
     return set(value) if isinstance(value, set) else value
+
+
+def _feed(found: xxhash.xxh3_128, content: Any) -> None:
+    if isinstance(content, torch.Tensor):
+        if content.layout is torch.strided and not content.is_meta:
+            found.update(bytes_of(local(content)).cpu().numpy().data)
+    elif isinstance(content, numpy.ndarray):
+        found.update(str(content).encode() if content.dtype.hasobject else content.tobytes())
+    elif isinstance(content, _DICTS):
+        for key, item in content.items():
+            found.update(str(key).encode())
+            _feed(found, item)
+    elif isinstance(content, (*_LISTS, tuple)):
+        for item in content:
+            _feed(found, item)
+    elif content is None or isinstance(content, bool | int | float | complex | str | bytes):
+        found.update(repr(content).encode())
 
 
 def _restored(value: Any, content: Any) -> Any:

@@ -19,6 +19,7 @@ from cpsr.engines.evaluation import capture_random_states, restore_random_states
 from cpsr.engines.hooks import Hooks
 from cpsr.engines.module_attributes import ModuleAttributes
 from cpsr.engines.optimizer_state import hyperparameters, load_hyperparameters
+from cpsr.engines.reach import Reach
 from cpsr.engines.step_inputs import Forward, Inputs, RecordedLoss, autocast_of, copied, enter_autocast
 from cpsr.state.codec import same
 from cpsr.state.user_objects import GENERATORS, Stateful, stateful
@@ -75,13 +76,16 @@ class RecordedStep:
         recording: whether the loop runs the step.
         obstacle: why this step cannot be repeated, one clause for people; None where it can.
         first: what its execution by the loop came to.
+        in_forward: whether the last repetition has begun no backward.
     """
 
     def __init__(self, adapter: EngineAdapter, fingerprint: Fingerprint, objects: Sequence[Any] = ()) -> None:
         self._adapter, self._fingerprint = adapter, fingerprint
         self._objects = [stateful("an object", one) for one in objects]
         self._generators = [stateful("a generator", one) for one in objects if isinstance(one, GENERATORS)]
-        self.obstacle = adapter.repetition_obstacle()
+        self._saved = list(objects)
+        self._reach: Reach | None = None  # what the loop's first forward could reach
+        self.obstacle, self.in_forward = adapter.repetition_obstacle(), True
         self.first = self._evidence = Evidence()
         self._forwards: list[Forward] = []
         self._events: list[tuple[str, Any]] = []  # in their order: `forward`, `backward`, and DeepSpeed's `step`
@@ -126,6 +130,7 @@ class RecordedStep:
         reduces = self._adapter.reduces_gradients
         if self._drops_gradients():
             self.obstacle = "the loop drops gradients within a step"
+        self._reach = self._reach or Reach(self._adapter.module, self._saved)
         random = self._random_states()
         attributes, autocast = ModuleAttributes(self._adapter.module), autocast_of(self._adapter.device.type)
         self._forwards.append(Forward(args, kwargs, random, attributes, autocast, reduces))
@@ -137,19 +142,23 @@ class RecordedStep:
         index = len(self._forwards) - 1
         self._forwards[index].random_after = self._random_states()
         for number, one in enumerate(self._note_outputs(index, output)):
-            if one.requires_grad:
+            if one.requires_grad and not one.is_leaf:
                 _hooked(one, partial(self._on_output_gradient, index, number))
 
     def _note_outputs(self, index: int, output: Any) -> list[torch.Tensor]:
         found = [one for one in tree_flatten(output)[0] if isinstance(one, torch.Tensor)]
         if not found:
             self.obstacle = f"the module returns a {type(output).__name__}, in which torch finds no tensor"
+        if any(one.is_leaf and one.requires_grad for one in found):  # a hook on it would stay
+            self.obstacle = "the module returns a parameter"
         for number, one in enumerate(found):
             self._evidence.outputs[f"output {number} of forward {index}"] = self._fingerprint(local(one))
         return found
 
     @_harmless
-    def _on_output_gradient(self, index: int, number: int, gradient: torch.Tensor) -> None:
+    def _on_output_gradient(self, index: int, number: int, gradient: torch.Tensor | None) -> None:
+        if gradient is None:  # the loss does not depend on this output
+            return
         if self._without_gradient is None:
             present = {name: one.grad for name, one in self._named.items() if one.grad is not None}
             self._without_gradient = self._named.keys() - present.keys()
@@ -165,14 +174,15 @@ class RecordedStep:
         # On the host: held there, a large one does not add to the peak of the device.
         self._forwards[index].gradients[number] = gradient.detach().cpu() if gradient.is_cuda else gradient.detach()
 
-    def _on_gradient(self, name: str, gradient: torch.Tensor) -> None:
-        if self.obstacle is not None:
+    def _on_gradient(self, name: str, gradient: torch.Tensor | None) -> None:
+        if gradient is None or self.obstacle is not None:
             return
         if gradient.layout is not torch.strided:
             self.obstacle = f"the gradient of {name} is sparse"
             return
         self._counted[name] += 1  # micro-batches
-        self._evidence.gradients[f"{name}, backward {self._counted[name]}"] = self._fingerprint(local(gradient))
+        with self.watching():
+            self._evidence.gradients[f"{name}, backward {self._counted[name]}"] = self._fingerprint(local(gradient))
 
     def _drops_gradients(self) -> bool:
         """Whether a parameter has no gradient any more, or zeros, though a backward of this step gave it one."""
@@ -239,12 +249,13 @@ class RecordedStep:
             self.obstacle = self.obstacle or "a forward of the step failed"
         elif not any(kind == "backward" for kind, _ in self._events):
             self.obstacle = self.obstacle or "no backward reached an output of the module"
-        elif (changed := self._changed_object()) is not None:
-            self.obstacle = self.obstacle or f"the module keeps {changed}, which a forward changes"
+        elif self.obstacle is None and self._reach is not None:
+            changed = Reach(self._adapter.module, self._saved).changed(self._reach)
+            self.obstacle = None if changed is None else f"a step changes {changed}, which CPSR cannot bring back"
         if self.obstacle is None:
             self._left = {name: self._gradient_left(name, one.grad) for name, one in self._named.items()}
         if "other" in self._left.values():
-            self.obstacle = "the loop changes gradients after the update"
+            self.obstacle = "the loop or its optimizer changes gradients that the update has used"
         self._note_state()
 
     def _random_states(self) -> dict[str, Any]:
@@ -255,10 +266,6 @@ class RecordedStep:
         restore_random_states(self._adapter, states)
         for one, state in zip(self._generators, states.get("registered", ()), strict=False):
             one.load_state_dict(state)
-
-    def _changed_object(self) -> str | None:
-        before = self._forwards[0].attributes
-        return None if before is None else self._attributes_after.changed_objects(before)
 
     def _gradient_left(self, name: str, gradient: torch.Tensor | None) -> str:
         if gradient is None:
@@ -286,9 +293,10 @@ class RecordedStep:
         """
         adapter = self._adapter
         forwards, events = (self._forwards, self._events) if step is None else (step.forwards, step.events)
-        self._evidence, self._counted = Evidence(), Counter()
+        self._evidence, self._counted, self.in_forward = Evidence(), Counter(), True
         hooks = [_hooked(one, partial(self._on_gradient, name)) for name, one in self._named.items()]
-        with adapter.unobserved(), self._silenced():
+        # The loop's update may run where torch records no graph.
+        with adapter.unobserved(), self._silenced(), torch.inference_mode(False), torch.enable_grad():
             self._clear_gradients()
             try:
                 self._execute(forwards, events)
@@ -335,6 +343,7 @@ class RecordedStep:
 
     def _backward(self, forwards: Sequence[Forward], outputs: dict[int, list[torch.Tensor]], what: Any) -> None:
         given = [(outputs[index][number], forwards[index].gradients[number]) for index, number in what["outputs"]]
+        self.in_forward = False
         roots = [output for output, _ in given]
         gradients = [gradient.to(output.device) for output, gradient in given]
         for output, gradient in zip(roots, gradients, strict=True):  # a loss may be computed from another output
@@ -398,6 +407,13 @@ class RecordedStep:
                 parameter.grad.zero_()
 
     # Of another rank
+
+    @property
+    def surroundings(self) -> str:
+        """A hash of what modules keep beside parameters and buffers, with which the step began on this rank."""
+        attributes = self._forwards[0].attributes
+        assert attributes is not None
+        return attributes.digest()
 
     @property
     def inputs(self) -> "Inputs":

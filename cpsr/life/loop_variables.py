@@ -6,11 +6,9 @@ installed package, and no part of Python. Objects of the user's own classes are 
 
 import random
 import sys
-import sysconfig
 import types
 from collections import deque
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,13 +18,14 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
+from cpsr.state.user_objects import is_users, is_users_file
+
 __all__ = ["fingerprints"]
 
 DEPTH_MAX = 6
 ELEMENTS_MAX = 10_000  # of one container
 SAMPLED_MAX = 1 << 20  # of one tensor
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, Path)
-_CPSR = Path(__file__).resolve().parents[1]
 
 
 def fingerprints(saved: Iterable[Any]) -> dict[str, str]:
@@ -38,12 +37,12 @@ def fingerprints(saved: Iterable[Any]) -> dict[str, str]:
     search = _Search(saved)
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename):
             search.variables(frame.f_locals, "")
         frame = frame.f_back
     for name, module in sorted(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if path is not None and name != "__mp_main__" and _is_users(path):  # which is `__main__` once more
+        if path is not None and name != "__mp_main__" and is_users_file(path):  # which is `__main__` once more
             search.variables(vars(module), "" if name == "__main__" else f"{name}.")
     return search.found
 
@@ -96,10 +95,10 @@ class _Search:
             return {
                 f"{path}.{name}" if path else name: one
                 for path, module in value.named_modules()
-                for name, one in (vars(module).items() if _is_users_class(type(module)) else ())
+                for name, one in (vars(module).items() if is_users(type(module)) else ())
                 if not name.startswith("_") and name != "training"
             }
-        searched = isinstance(value, Sampler) or _is_users_class(type(value))
+        searched = isinstance(value, Sampler) or is_users(type(value))
         return (
             dict(vars(value)) if searched and not hasattr(value, "state_dict") and hasattr(value, "__dict__") else None
         )
@@ -125,7 +124,7 @@ class _Search:
             return not array.dtype.hasobject
         if isinstance(value, set | frozenset) and all(isinstance(one, _PLAIN) for one in value):
             value = sorted(map(repr, value))
-        elif _is_users_class(type(value)) and hasattr(value, "__dict__"):
+        elif is_users(type(value)) and hasattr(value, "__dict__"):
             value = vars(value)
         if not depth or not isinstance(value, Mapping | list | tuple | deque):
             return False
@@ -148,20 +147,3 @@ def _state_of(value: Any) -> Any:
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return value.state_dict()
     return value
-
-
-def _is_users_class(kind: type) -> bool:
-    module = sys.modules.get(kind.__module__)
-    path = getattr(module, "__file__", None)
-    return kind.__module__ == "__main__" or (path is not None and _is_users(path))
-
-
-@lru_cache(maxsize=4096)
-def _is_users(path: str) -> bool:
-    """Whether a file of Python code is the user's: no installed package, no part of Python."""
-    if path.startswith("<"):
-        return False
-    found = Path(path).resolve()
-    if found.is_relative_to(_CPSR) or {"site-packages", "dist-packages"} & set(found.parts):
-        return False
-    return not any(found.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))

@@ -49,12 +49,15 @@ def go_back(life: "Life", verdict: Verdict, iteration: int) -> bool:
     saver.discard()
     drained = group.all(saver.drain(job.config.checkpoint.save_timeout_seconds))
     target = life.verification.newest_verified() if drained else None
-    if unsure:
+    can_rewind = group.all(life.loop.state.can_rewind)
+    if unsure and not can_rewind:  # and so nobody can tell
+        target = None
+    elif unsure:
         life.verification.suspect(wrong.what, wrong.place)
     kind = "arithmetic is suspected" if unsure else "wrong arithmetic"
     level = logging.DEBUG if group.rank != 0 else logging.WARNING if unsure else logging.ERROR
-    job.journal.event(kind, wrong.message(times, target), iteration, level)
-    returns = target is not None and group.all(life.loop.state.can_rewind)
+    job.journal.event(kind, wrong.message(times, target, can_rewind), iteration, level)
+    returns = target is not None and can_rewind
     if target is not None:
         to = Rewind(target, target, "arithmetic was wrong")
         if returns:
@@ -105,9 +108,11 @@ class _Wrong:
         where = f"in step {iteration} on rank {rank} ({place}). {_EXECUTIONS[verdict.execution]} ({verdict.where})"
         return cls(place, job.group.nodes[rank], where)
 
-    def message(self, times: int, verified_iteration: int | None) -> str:
+    def message(self, times: int, verified_iteration: int | None, can_rewind: bool) -> str:
         """For the journal; `times` is 0 where that is to be confirmed."""
-        if verified_iteration is None:
+        if verified_iteration is None and not (times or can_rewind):
+            then = "The data iterator is one-shot, so that the step cannot be executed again: training goes on"
+        elif verified_iteration is None:
             then = "No checkpoint of this run is verified yet: training goes on from this step"
         else:
             then = f"The run goes back to iteration {verified_iteration}, its newest verified checkpoint"

@@ -1,8 +1,12 @@
-"""User objects that are saved with every checkpoint."""
+"""User objects that are saved with every checkpoint, and what is the user's own code."""
 
 import random
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Protocol, TypeGuard
 
 import numpy
@@ -11,8 +15,9 @@ import torch
 from cpsr.errors import ConfigError
 from cpsr.state.codec import same
 
-__all__ = ["GENERATORS", "Stateful", "stateful"]
+__all__ = ["GENERATORS", "Stateful", "is_users", "is_users_file", "stateful"]
 
+_CPSR = Path(__file__).resolve().parents[1]
 GENERATORS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
 
 
@@ -54,6 +59,24 @@ def stateful(name: str, given: Any) -> Stateful:
         "Of several parts, as the module and the optimizer of a second engine, register each: "
         f"register('{name}.model', module)"
     )
+
+
+def is_users(code: Any) -> bool:
+    """Whether a class or function is the user's own: of no installed package, and no part of Python."""
+    module = sys.modules.get(str(getattr(code, "__module__", None)))
+    path = getattr(module, "__file__", None)
+    return getattr(code, "__module__", None) == "__main__" or (path is not None and is_users_file(path))
+
+
+@lru_cache(maxsize=4096)
+def is_users_file(path: str) -> bool:
+    """The same of a file."""
+    if path.startswith("<"):
+        return False
+    found = Path(path).resolve()
+    if found.is_relative_to(_CPSR) or {"site-packages", "dist-packages"} & set(found.parts):
+        return False
+    return not any(found.is_relative_to(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib"))
 
 
 class _Generator:

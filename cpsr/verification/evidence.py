@@ -141,12 +141,15 @@ def _located(found: Sequence[Differences]) -> tuple[tuple[int, ...], str]:
     return (), ""
 
 
-def judge_neighbors(found: Sequence[Differences], third: Callable[[], Sequence[Differences]]) -> Verdict:
+def judge_neighbors(
+    found: Sequence[Differences], third: Callable[[], Sequence[Differences]], *, agreed: bool
+) -> Verdict:
     """Decide about steps that ranks have executed with the inputs of the next rank.
 
     Args:
         found: by rank, how its execution differs from that of the rank whose step it is; of two ranks at least.
         third: executes the step of the next rank but one, by rank likewise; not called with two ranks.
+        agreed: whether all came to equal results in this life before. Else the program may do something else on a rank.
     """
     size = len(found)
     differing = [rank for rank in range(size) if found[rank]]
@@ -157,4 +160,4 @@ def judge_neighbors(found: Sequence[Differences], third: Callable[[], Sequence[D
         return Verdict("nondeterministic", (0, 1), where, "each")
     opinions = third()  # of the rank before, on the same step
     ranks = {(rank + 1) % size if opinions[rank - 1] else rank for rank in differing}
-    return Verdict("wrong" if len(ranks) == 1 else "nondeterministic", tuple(sorted(ranks)), where, "each")
+    return Verdict("wrong" if agreed and len(ranks) == 1 else "nondeterministic", tuple(sorted(ranks)), where, "each")

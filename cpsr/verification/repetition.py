@@ -13,6 +13,7 @@ from cpsr.engines.recorded_step import Evidence, RecordedStep
 from cpsr.engines.step_inputs import Inputs
 from cpsr.errors import UnsupportedEngineError
 from cpsr.job import Job
+from cpsr.ranks.exits import lost_another
 from cpsr.state.codec import decode, encode
 from cpsr.verification.evidence import (
     Differences,
@@ -27,6 +28,7 @@ from cpsr.verification.operations import first_difference
 
 __all__ = ["Repetition"]
 
+FAILED_SECONDS = 60.0  # for the other ranks, where the module has failed on this one
 NEIGHBOR_BYTES_MAX = 64 << 20  # of one rank's inputs; no neighbor repeats a step that has more
 
 
@@ -54,6 +56,10 @@ class MemoryRoom:
         return f"a step may take {taken} of the GPU beside what the loop still holds, and {left} are free"
 
 
+class FailedForwardError(Exception):
+    """The module has failed in a repeated forward, on all ranks: no engine is amid a backward, and all can go on."""
+
+
 class _NotRestoredError(Exception):
     """A snapshot did not bring back the state that it was taken of.
 
@@ -78,7 +84,8 @@ class Repetition:
         step: the recorded step.
         snapshot: of the checkpoint, once its copy is complete; None until then, and where it has failed.
         changed: weights and moments that changed on this rank between the checkpoint and the update.
-        unshared: why this rank's inputs cannot be given to a neighbor; None where they can.
+        unshared: why ranks cannot repeat each other's steps; None where they can.
+        agreed: whether all ranks came to equal results from each other's inputs.
     """
 
     def __init__(
@@ -97,6 +104,7 @@ class Repetition:
         self.snapshot: Snapshot | None = None
         self.changed: list[str] = []
         self.unshared: str | None = None
+        self.agreed = False
         self._before: dict[str, Any] = {}
         self._room = MemoryRoom(job.adapter.device)
 
@@ -142,7 +150,7 @@ class Repetition:
     # After the step
 
     def verdict(
-        self, snapshot: Snapshot, changed: Sequence[Sequence[str]], *, repeatable: bool
+        self, snapshot: Snapshot, changed: Sequence[Sequence[str]], *, repeatable: bool, agreed: bool
     ) -> tuple[Verdict, bool]:
         """Repeat the step, and more often where that comes to something else; a collective.
 
@@ -150,19 +158,22 @@ class Repetition:
             snapshot: of the checkpoint.
             changed: what changed between the checkpoint and the update, by rank.
             repeatable: whether a step of this life was repeated with equal results before.
+            agreed: whether ranks have repeated each other's steps with equal results before.
 
         Returns:
             What was found, and whether the engine has the right state after the step; else it may have any.
         """
         try:
-            return self._found(snapshot, changed, repeatable)
+            return self._found(snapshot, changed, repeatable, agreed)
         except _NotRestoredError as error:
             ranks = tuple(rank for rank, name in enumerate(error.names) if name)
             return Verdict(
                 "unrepeatable", ranks, f"{error.names[ranks[0]]}, which a snapshot did not bring back"
             ), False
 
-    def _found(self, snapshot: Snapshot, changed: Sequence[Sequence[str]], repeatable: bool) -> tuple[Verdict, bool]:
+    def _found(
+        self, snapshot: Snapshot, changed: Sequence[Sequence[str]], repeatable: bool, agreed: bool
+    ) -> tuple[Verdict, bool]:
         if self._has_other_tensors():
             return Verdict("unrepeatable", (), "the optimizer made state in this step"), False
         if any(changed):
@@ -170,13 +181,13 @@ class Repetition:
             # The snapshot may have the change as well.
             mends = verdict.kind == "wrong" and self._group.all(self._differing_after(snapshot) is None)
             if mends:
-                self.step.repeat()
+                self._repeated()
             return verdict, mends
         runs: list[Evidence] = [self.step.first]
 
         def execute() -> list[Differences]:
             self._restore(snapshot)
-            runs.append(self.step.repeat())
+            runs.append(self._repeated())
             return self._group.gather(differences(runs[-2], runs[-1]))
 
         def third() -> tuple[list[Differences], list[Differences]]:
@@ -187,11 +198,40 @@ class Repetition:
         found = [] if neighbors is None else neighbors(1)
         verdict = judge(execute(), third, repeatable=repeatable)
         if verdict.kind == "verified" and neighbors is not None and any(found):
-            return judge_neighbors(found, partial(neighbors, 2)), False
+            return judge_neighbors(found, partial(neighbors, 2), agreed=agreed), False
+        self.agreed = neighbors is not None and not any(found)
         if verdict.kind == "nondeterministic":
             verdict = verdict.naming(self._differing_operation(snapshot))
         mended = verdict.kind == "wrong" and verdict.execution in ("first", "repeated")
         return verdict, mended or verdict.kind == "verified"
+
+    def _repeated(self, inputs: Inputs | None = None, *, updates: bool = True) -> Evidence:
+        """The step executed once more; a collective.
+
+        Raises:
+            FailedForwardError: on all ranks.
+            Exception: whatever the module raised, where other ranks may be amid a backward.
+        """
+        evidence, failure = None, None
+        try:
+            evidence = self.step.repeat(inputs, updates=updates)
+        except Exception as error:
+            if lost_another(str(error)):
+                raise
+            failure = error
+        states = [int(failure is not None), int(failure is None or not self.step.in_forward)]
+        try:
+            failed, goes_on = self._group.reduce(
+                torch.tensor(states, device="cpu"), "max", None if failure is None else FAILED_SECONDS
+            ).tolist()
+        except RuntimeError:
+            raise failure or RuntimeError("another rank failed while a step was repeated") from None
+        if failed and not goes_on:
+            raise FailedForwardError(f"{type(failure).__name__}: {failure}")
+        if failure is not None:
+            raise failure
+        assert evidence is not None
+        return evidence
 
     def _has_other_tensors(self) -> bool:
         """Whether some rank has more or fewer tensors than at the checkpoint; a collective."""
@@ -214,7 +254,7 @@ class Repetition:
 
     def _differing_operation(self, snapshot: Snapshot) -> str:
         restore = partial(self._restore, snapshot)
-        found = self._group.gather_present(first_difference(restore, self.step.repeat, self._fingerprint))
+        found = self._group.gather_present(first_difference(restore, self._repeated, self._fingerprint))
         return str(found[0]) if found else "no operation of torch by itself"
 
     # Between ranks
@@ -223,6 +263,9 @@ class Repetition:
         """What lets each rank execute the step of another one; None where some rank's inputs cannot be sent."""
         own = self._packed()
         if not self._group.all(own is not None) or own is None:
+            return None
+        if len(set(self._group.gather(self.step.surroundings))) > 1:
+            self.unshared = "modules keep other values on other ranks"
             return None
         size, rank = self._group.size, self._group.rank
 
@@ -233,7 +276,7 @@ class Repetition:
             told = json.loads(bytes(tensors.pop("told").numpy()))
             inputs = Inputs.from_tree(decode(told["inputs"], tensors), self._job.adapter.device)
             self._restore(snapshot)
-            mine = self.step.repeat(inputs, updates=False)
+            mine = self._repeated(inputs, updates=False)
             given = Evidence(outputs=told["outputs"], gradients=told["gradients"])
             return self._group.gather(differences(Evidence(outputs=mine.outputs, gradients=mine.gradients), given))
 
@@ -244,11 +287,11 @@ class Repetition:
         try:
             plain, tensors = encode(self.step.inputs.to_tree(), "inputs")
         except UnsupportedEngineError as error:
-            self.unshared = str(error)
+            self.unshared = f"the inputs of a step cannot be sent: {error}"
             return None
         inputs_bytes = sum(one.nbytes for one in tensors.values())
         if inputs_bytes > NEIGHBOR_BYTES_MAX:
-            self.unshared = f"they are {inputs_bytes} bytes, with the gradients of the module's outputs"
+            self.unshared = f"the inputs of a step are {inputs_bytes} bytes, with the gradients of the module's outputs"
             return None
         first = self.step.first
         found = {"outputs": Fingerprints.settled(first.outputs), "gradients": Fingerprints.settled(first.gradients)}

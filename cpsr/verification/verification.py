@@ -87,6 +87,7 @@ class Verification:
         self._compares = bool(self._fraction) and job.group.all(alike)  # steps of neighbors
         self._cost_seconds = 0.0  # of the last verification
         self._repeatable = False  # whether a step of this life was
+        self._agreed = False  # whether ranks came to the same from each other's inputs
         self._accused: _Accused | None = None
         self._committed = -1  # the newest that this life knows to be
         self._spent = 0.0  # on the step in progress
@@ -224,17 +225,24 @@ class Verification:
         snapshot = repetition.snapshot
         assert snapshot is not None
         try:
-            verdict, is_there = repetition.verdict(snapshot, changed, repeatable=self._repeatable)
+            verdict, is_there = repetition.verdict(snapshot, changed, repeatable=self._repeatable, agreed=self._agreed)
             verdict = self._unless_it_recurs(verdict, repetition, iteration)
-            if is_there and verdict.kind != "unrepeatable":
+            unsure = self._group.size == 1 and verdict.kind == "wrong"  # and so what the loop has come to counts
+            if is_there and verdict.kind != "unrepeatable" and not unsure:
                 repetition.step.settle()
             else:
                 self._put_back(kept, repetition)
-        except Exception as error:  # of the module, or of the restore path
+        except BaseException as error:  # of the module, of the restore path, or of a signal's handler
+            if not isinstance(error, Exception):
+                if self._group.size == 1:
+                    self._put_back(kept, repetition)
+                raise
+            from cpsr.verification.repetition import FailedForwardError
+
             if lost_another(str(error)) or isinstance(error, UnevenRanksError):
                 raise
             why = f"repeating a step failed on rank {self._group.rank}: {type(error).__name__}: {error}"
-            if self._group.size > 1:
+            if self._group.size > 1 and not isinstance(error, FailedForwardError):
                 self._off = self.account.off = why
                 account = replace(Account.of_run(self._job.config.run_dir), off=why)
                 account.save(self._job.config.run_dir)  # where the next life finds it
@@ -253,8 +261,8 @@ class Verification:
             self._compares = False
             self._warn(
                 "neighbors are not compared",
-                f"no rank repeats the steps of another, because the inputs of a step cannot be sent: {reasons[0]}. A "
-                "device that is wrong in the same way each time is not found. Each rank still repeats steps of its own",
+                f"no rank repeats the steps of another: {reasons[0]}. A device that is wrong in the same way each time "
+                "is not found. Each rank still repeats steps of its own",
             )
 
     def _learn(self, verdict: Verdict, repetition: "Repetition", iteration: int) -> None:
@@ -263,6 +271,7 @@ class Verification:
             self._accused = _Accused(iteration, Fingerprints.settled(repetition.step.first.state))
         elif verdict.kind == "verified":
             self._repeatable, self._unrepeatable = True, 0
+            self._agreed |= repetition.agreed
             self.account.verified.append(iteration - 1)
             self.note_committed(self._committed)
             if self._group.rank == 0:
@@ -277,8 +286,9 @@ class Verification:
             self._compares = False
             self._warn(
                 "ranks compute differently",
-                f"{ranks_named(verdict.ranks)} compute the same batch differently ({verdict.where}): their devices or "
-                "software differ, or one of them is faulty. Test these devices. Each rank still repeats its own steps",
+                f"the same batch has other results on {ranks_named(verdict.ranks)} ({verdict.where}): devices or "
+                "software differ, one of them is faulty, or the module does something else there. Test these devices. "
+                "Each rank still repeats its own steps",
             )
         elif verdict.kind == "nondeterministic":
             self.turn_off(

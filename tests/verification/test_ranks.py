@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,59 @@ def test_a_communication_hook_with_state_is_not_called_twice(tmp_path: Path) -> 
     }
     assert [one[0] for one in lives[True].results] == [one[0] for one in lives[False].results]
     assert [lives[verifies].result[1] for verifies in (False, True)] == [0, 1]
+
+
+def trained_by_ranks_that_differ(life: Life) -> list[Any]:
+    """Ranks of DDP whose first one divides by something else; or whose module fails when the loop does not call it."""
+    (life.directory / "run").mkdir(exist_ok=True)
+    Account(trained_seconds=1e9).save(life.directory / "run")
+    torch.distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    calls = threading.local()  # of no module
+
+    class Model(torch.nn.Linear):
+        temperature = 1.1 if life.rank and life.options["kind"] == "other attributes" else 1.0
+
+        def forward(self, given: torch.Tensor) -> torch.Tensor:
+            if life.options["kind"] == "fails" and not calls.by_loop:
+                raise LookupError("only the loop may call it")
+            return super().forward(given) / self.temperature
+
+    model = Model(8, 1)
+    model.temperature = Model.temperature
+    wrapper, optimizer = DistributedDataParallel(model), torch.optim.AdamW(model.parameters())
+    data = torch.randn(96, 8, generator=torch.Generator().manual_seed(life.rank))
+    fraction = float(life.options["verifies"])
+    config = life.config(checkpoint={"interval_iterations": 2}, verification={"budget_fraction": fraction})
+    with CPSRRecovery(TorchAdapter(wrapper, optimizer), config) as recovery:
+        for batch in recovery.resume([data[at : at + 8] for at in range(0, 96, 8)]):
+            recovery.life.saver.drain(30.0)
+            calls.by_loop = True
+            backward((wrapper(batch) - batch.sum(1, keepdim=True)).square().mean())
+            calls.by_loop = False
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return [digest(model), kinds_of(life.directory / "run")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "event"),
+    [("other attributes", 3, "neighbors are not compared"), ("fails", 2, "verification is off")],
+)
+def test_a_healthy_job_goes_on_whatever_its_ranks_do(kind: str, ranks: int, event: str, tmp_path: Path) -> None:
+    def results(verifies: bool) -> list[Any]:
+        options = {"kind": kind, "verifies": verifies}
+        found = live(trained_by_ranks_that_differ, Life(tmp_path / str(verifies), ranks=ranks, options=options))
+        assert found.statuses == [0] * ranks, found.output[-3000:]
+        return list(found.results)
+
+    alone, watched = results(False), results(True)
+    assert [one[0] for one in watched] == [one[0] for one in alone]
+    assert watched[0][1].count(event) == 1
+    assert "wrong arithmetic" not in watched[0][1]
+    assert ("verified" in watched[0][1]) is (kind != "fails")
 
 
 def killed_while_a_step_is_repeated(life: Life) -> str:

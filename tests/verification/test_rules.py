@@ -69,6 +69,7 @@ def test_a_third_rank_decides_which_of_two_neighbors_is_wrong(size: int, data: s
     """Also where the fault shows with one of the two batches alone."""
     wrong = data.draw(st.integers(0, size - 1))
     shows_own, shows_next = data.draw(st.sampled_from([(True, True), (True, False), (False, True)]))
+    agreed = data.draw(st.booleans())  # else the program may do something else on that rank
 
     def differs(rank: int, owner: int) -> bool:
         return {rank: shows_next, owner: shows_own}.get(wrong, False)
@@ -76,14 +77,14 @@ def test_a_third_rank_decides_which_of_two_neighbors_is_wrong(size: int, data: s
     def found(distance: int) -> list[Differences]:
         return [WRONG if differs(rank, (rank + distance) % size) else EQUAL for rank in range(size)]
 
-    verdict = judge_neighbors(found(1), lambda: found(2))
-    assert (verdict.kind, verdict.ranks) == ("wrong", (wrong,))
+    verdict = judge_neighbors(found(1), lambda: found(2), agreed=agreed)
+    assert (verdict.kind, verdict.ranks) == ("wrong" if agreed else "nondeterministic", (wrong,))
 
 
 def test_two_neighbors_cannot_be_told_apart() -> None:
-    verdict = judge_neighbors([WRONG, WRONG], list)
+    verdict = judge_neighbors([WRONG, WRONG], list, agreed=True)
     assert (verdict.kind, verdict.ranks, verdict.execution) == ("nondeterministic", (0, 1), "each")
-    assert judge_neighbors([EQUAL, EQUAL], list).kind == "verified"
+    assert judge_neighbors([EQUAL, EQUAL], list, agreed=True).kind == "verified"
 
 
 @given(st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64]), st.data())

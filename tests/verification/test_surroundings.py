@@ -1,14 +1,20 @@
 """What a loop keeps beside its model is, after a repeated step, as the loop left it; no step ends a healthy job."""
 
+import gc
+import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 
 from cpsr import CPSRRecovery
+from cpsr.engines.recorded_step import RecordedStep
+from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.verification import repetition
 from cpsr.verification.evidence import Fingerprints
 from cpsr.verification.repetition import MemoryRoom
@@ -38,7 +44,8 @@ class Around(Loop):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model.head = Inside(self.model.head, self.in_forward)  # type: ignore[assignment]
+        if type(self).in_forward is not Around.in_forward:
+            self.model.head = Inside(self.model.head, self.in_forward)  # type: ignore[assignment]
         self.optimizer = self.make_optimizer()
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
 
@@ -159,6 +166,33 @@ class FollowsUncounted(Follows):
             one.data.mul_(0.9).add_(other.data, alpha=0.1)
 
 
+class GivesNoGradient(torch.autograd.Function):
+    """Of its second input."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return given * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], None
+
+
+class HasNoGradient(Around):
+    """Of one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.unused = nn.Parameter(torch.ones(2, device=DEVICE))
+        self.optimizer = self.make_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+
+    def in_forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        apply: Any = GivesNoGradient.apply
+        given: torch.Tensor = apply(hidden, self.model.unused) if hasattr(self.model, "unused") else hidden
+        return given
+
+
 class OfOneElement(Around):
     """A parameter of one element, whose moments torch keeps in no memory before the first step."""
 
@@ -175,7 +209,7 @@ class OfOneElement(Around):
 
 
 @pytest.mark.parametrize(
-    "loop", [DrawsFromItsOwn, Counts, TrainsAgainstAnother, Follows, FollowsUncounted, OfOneElement]
+    "loop", [DrawsFromItsOwn, Counts, TrainsAgainstAnother, Follows, FollowsUncounted, HasNoGradient, OfOneElement]
 )
 def test_a_repeated_step_leaves_no_trace_beside_the_model(loop: type[Around], tmp_path: Path) -> None:
     alone, watched = loop(), loop()
@@ -183,6 +217,142 @@ def test_a_repeated_step_leaves_no_trace_beside_the_model(loop: type[Around], tm
     assert watched.off is None
     assert watched.verified
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+class Stats:
+    """An object of the user's own."""
+
+    def __init__(self) -> None:
+        self.history: list[float] = []
+        self.chance = numpy.random.default_rng(3)
+
+
+class KeepsAList(Around):
+    """The forward appends to a list in an object that a module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats = self.model.stats = Stats()  # type: ignore[assignment]
+        stats = self.stats
+        self.model.up.register_forward_hook(lambda *_: stats.history.append(1.0))
+
+    def kept(self) -> list[torch.Tensor]:
+        return [torch.tensor(self.stats.history)]
+
+
+class CountsInAClosure(Around):
+    """A hook counts, and every fourth of its calls changes the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        calls = self.calls = {"n": 0}
+
+        def hook(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+            calls["n"] += 1
+            return output * (1.0 + 0.1 * (calls["n"] % 4 == 0))
+
+        self.model.up.register_forward_hook(hook)
+
+    def kept(self) -> list[torch.Tensor]:
+        return [torch.tensor(self.calls["n"])]
+
+
+class CountsBackwards(CountsInAClosure):
+    def __init__(self) -> None:
+        Around.__init__(self)
+        calls = self.calls = {"n": 0}
+
+        def hook(module: Any, given: Any, outputs: Any) -> None:
+            calls["n"] += 1
+
+        self.model.up.register_full_backward_hook(hook)
+
+
+class AveragesGradients(Around):
+    """A hook on each parameter adds an average of its gradients (Grokfast)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        averages = self.averages = dict[torch.Tensor, torch.Tensor]()
+
+        def hook(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            before = averages.get(parameter, torch.zeros_like(parameter))
+            averages[parameter] = 0.9 * before + 0.1 * parameter.grad
+            parameter.grad.add_(averages[parameter])
+
+        for one in self.model.parameters():
+            register: Any = one.register_post_accumulate_grad_hook
+            register(hook)
+
+    def kept(self) -> list[torch.Tensor]:
+        return list(self.averages.values())
+
+
+class DrawsUnregistered(Around):
+    """The forward draws from a generator that only a closure knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        chance = self.chance = numpy.random.default_rng(1)
+
+        def noisy(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+            return output * (1.0 + 0.1 * float(chance.random()))
+
+        self.model.up.register_forward_hook(noisy)
+
+    def kept(self) -> list[torch.Tensor]:
+        return [torch.tensor(self.chance.random())]
+
+
+class Counted(nn.Linear):
+    """Counts its calls, of all objects together."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        type(self).calls += 1
+        return super().forward(hidden)
+
+
+class CountsInItsClass(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.head = Counted(24, WORDS).to(DEVICE)
+        self.optimizer = self.make_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+
+
+class KeepsIterators(Around):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.numbers = itertools.count()  # type: ignore[assignment]
+        self.model.head = Inside(self.model.head, partial(_moved, self.model.numbers))  # type: ignore[assignment]
+
+    def kept(self) -> list[torch.Tensor]:
+        numbers: Any = self.model.numbers
+        return [torch.tensor(next(numbers))]
+
+
+def _moved(numbers: Any, hidden: torch.Tensor) -> torch.Tensor:
+    next(numbers)
+    return hidden
+
+
+class ReturnsAParameter(Around):
+    """A hook on it would change its gradients in later steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.spread = nn.Parameter(torch.zeros(1, device=DEVICE))
+        self.optimizer = self.make_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        self.model.register_forward_hook(lambda module, given, output: (output, module.spread))
+
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits, spread = self.model(tokens)
+        of_spread: torch.Tensor = spread.square().sum() - logits.mean() * spread.sum()
+        return functional.cross_entropy(logits, targets) + of_spread
 
 
 class GoesBackwardTwice(Around):
@@ -202,6 +372,14 @@ class FollowsWithinTheStep(Follows):
 
 NOT_REPEATED = {
     ClipsBoth: "the loop clips gradients of other modules with those of this one",
+    KeepsAList: "a step changes len(Net.stats.history), which CPSR cannot bring back",
+    CountsInAClosure: "a step changes calls.n",
+    CountsBackwards: "a step changes calls.n",
+    AveragesGradients: "a step changes averages",
+    DrawsUnregistered: "a step changes chance",
+    CountsInItsClass: "a step changes Counted.calls",
+    KeepsIterators: "a step changes Net.numbers",
+    ReturnsAParameter: "the module returns a parameter",
     GoesBackwardTwice: "the loop goes backward through a forward more than once",
     FollowsWithinTheStep: "memory: teacher.weight (weights of the forward)",
 }
@@ -216,26 +394,37 @@ def test_what_cpsr_cannot_repeat_beside_the_model_is_as_the_loop_left_it(loop: t
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
 
 
+class UpdatesWithoutGraph(Around):
+    def update(self) -> None:
+        with torch.no_grad():
+            super().update()
+
+
+def test_an_update_where_torch_records_no_graph_is_repeated(tmp_path: Path) -> None:
+    alone, watched = UpdatesWithoutGraph(), UpdatesWithoutGraph()
+    expected, found = alone.run(tmp_path / "alone", 0.0), watched.run(tmp_path / "watched", 1.0)
+    assert watched.off is None
+    assert watched.verified
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
 def test_weights_outside_the_optimizer_rest_while_steps_are_repeated(tmp_path: Path) -> None:
     """Else each checkpoint would hold them, as if the loop had written to them."""
 
     class FollowsOnce(Follows):
         def begin(self, recovery: CPSRRecovery) -> None:
-            self.recovery = recovery
+            teacher: Any = self.model.teacher
+            self.recovery, self.weights = recovery, FrozenWeights(lambda: dict(teacher.named_parameters()))
 
         def after_update(self) -> None:
             if self.recovery.iteration == INTERVAL:
                 self.follow()
+                self.weights.settle()
 
-        def writes(self) -> list[int]:
-            teacher: Any = self.model.teacher
-            return [one._version for one in teacher.parameters()]
-
-    alone, watched = FollowsOnce(), FollowsOnce()
-    alone.run(tmp_path / "alone", 0.0)
-    watched.run(tmp_path / "watched", 1.0)
-    assert watched.verified[-1] == STEPS - INTERVAL
-    assert watched.writes() == alone.writes()
+    loop = FollowsOnce()
+    loop.run(tmp_path, 1.0)
+    assert loop.verified[-1] == STEPS - INTERVAL
+    assert loop.weights.moved() == []
 
 
 def test_an_error_while_a_step_is_recorded_leaves_the_loop_alone(
@@ -257,10 +446,10 @@ def test_a_loop_that_trains_on_without_cpsr_has_no_hook_of_a_recorded_step(tmp_p
     """A checkpoint was due at the last step, and the step after it is the loop's own."""
     loop = Loop()
     loop.run(tmp_path, 1.0, steps=3 * INTERVAL)
-    parameters = list(loop.model.parameters())
-    assert not any(one._backward_hooks for one in parameters)
-    clip = nn.utils.clip_grad._clip_grads_with_norm_
-    assert clip.__module__ == "torch.nn.utils.clip_grad"
+    backward(loop.loss(*(one.to(DEVICE) for one in next(iter(loop.loader)))))
+    loop.update()
+    gc.collect()
+    assert not [one for one in gc.get_objects() if isinstance(one, RecordedStep)]
 
 
 @pytest.mark.parametrize(("free_bytes", "fits"), [(799, False), (800, True)])
