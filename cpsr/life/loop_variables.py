@@ -4,7 +4,6 @@ Searched are the variables of the functions that are running and of their module
 installed package, and no part of Python. Objects of the user's own classes are searched, too.
 """
 
-import random
 import sys
 import types
 from collections import deque
@@ -18,7 +17,7 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, Sampler
 
-from cpsr.state.user_objects import is_users, is_users_file
+from cpsr.state.user_objects import GENERATORS, is_users, is_users_file, stateful
 
 __all__ = ["fingerprints"]
 
@@ -136,14 +135,8 @@ class _Search:
 
 def _state_of(value: Any) -> Any:
     """The state of a generator or of an object with a `state_dict`; otherwise the value itself."""
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, numpy.random.RandomState):
-        return value.get_state()
+    if isinstance(value, GENERATORS):
+        return stateful("a generator", value).state_dict()
     if callable(getattr(value, "state_dict", None)) and not isinstance(value, type):
         return value.state_dict()
     return value

@@ -202,7 +202,7 @@ class Verification:
         return replace(verdict, kind="unrepeatable")
 
     def _keep(self, iteration: int) -> Snapshot | None:
-        """A copy of the present state, in a host buffer that no restart needs; None without such a buffer."""
+        """Copy the present state into a host buffer; None where each of them is in use, or has what a restart needs."""
         kept = self._pool.acquire(iteration, keep_newest=True)
         if kept is not None:
             held = dict(kept.shard.tensors())

@@ -74,10 +74,14 @@ class Loop:
         torch.manual_seed(3)
         random.seed(3)
         self.model = Net().to(DEVICE)
-        self.optimizer = self.make_optimizer()
-        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
+        self.begin_training()
         data = torch.randint(WORDS, (512, 2))
         self.loader: Any = DataLoader(TensorDataset(data[:, 0], data[:, 1]), batch_size=8, shuffle=True)
+
+    def begin_training(self) -> None:
+        """Make what trains the parameters that the model has now."""
+        self.optimizer = self.make_optimizer()
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 100)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.model.parameters(), 1e-2)
@@ -142,6 +146,15 @@ class Loop:
 def prepared(run_dir: Path) -> Path:
     run_dir.mkdir(parents=True, exist_ok=True)
     return run_dir
+
+
+def trained_as_alone(kind: type[Loop], folder: Path) -> Loop:
+    """A loop whose steps were repeated, and that came to the same bits as one that was left alone."""
+    alone, watched = kind(), kind()
+    expected, found = alone.run(folder / "alone", 0.0), watched.run(folder / "watched", 1.0)
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    assert not alone.verified
+    return watched
 
 
 def kinds_of(run_dir: Path) -> list[str]:
