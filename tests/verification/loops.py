@@ -29,7 +29,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed, self.up = nn.Embedding(WORDS, 12), nn.Linear(12, 24)
         self.norm, self.drop, self.head = nn.BatchNorm1d(24), nn.Dropout(0.2), nn.Linear(24, WORDS)
-        self.calls = 0
+        self.calls = self.ds_calls = 0  # as DeepSpeed begins its names
         self.hidden: torch.Tensor | None = None
         self.slow = torch.zeros(24, device=DEVICE)  # no buffer
         self.norms: list[float] = []
@@ -40,11 +40,14 @@ class Net(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> Any:
         self.calls += 1
+        self.ds_calls += 1
         self._private += 1
         self.counts["forward"] += 1
         self.recent.append(self._private)
         hidden = torch.relu(self.norm(self.up(self.embed(tokens)))) * self.scale
-        hidden = hidden + 1e-3 * (self._private + self.counts["forward"] + self.recent[0]) * self.remembers
+        hidden = (
+            hidden + 1e-3 * (self._private + self.ds_calls + self.counts["forward"] + self.recent[0]) * self.remembers
+        )
         if self.hidden is not None:
             hidden = hidden + 0.1 * self.hidden
         self.hidden = hidden.detach().mean(0) if self.remembers else None

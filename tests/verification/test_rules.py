@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -130,3 +131,10 @@ def test_the_newest_committed_checkpoint_stays_verified() -> None:
     assert account.verified == [8, 12]
     account.note_committed(10)
     assert account.verified == [8, 12]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_a_tensor_of_one_element_that_was_expanded_has_a_fingerprint(dtype: torch.dtype) -> None:
+    """As moments that torch has not made yet."""
+    fingerprint, zero = Fingerprints(torch.device("cpu")), torch.zeros(1, dtype=dtype)
+    assert fingerprint(zero.expand(1)) == fingerprint(zero)
