@@ -13,10 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cpsr.benchmarks.harness.intervals import median_interval
+from cpsr.benchmarks.harness.machines import Machines
 from cpsr.benchmarks.harness.measurement import interval_text, measuring
 from tests.launch.machine_jobs import MachineJob
 from tests.launch.test_spare import SETTINGS
-from tests.machines import Machines
 
 KEEP_ALIVE = {"torch's default, 5 s x 3": {}, "1 s x 5": {"keep_alive_interval": 1, "keep_alive_max_attempt": 5}}
 SPARE, AGAIN, WHOLE = "a spare", "its launcher starts again at once", "all launchers start again at once"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machines import Machines, obstacle
+from cpsr.benchmarks.harness.machines import Machines, obstacle
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from cpsr.benchmarks.harness.machines import Machines
 from tests.launch.jobs import BIN
 from tests.launch.machines_job import ENOUGH, GLOBAL_BATCH, ITEMS, loss_of, model_and_data, optimizer_of
-from tests.machines import Machines
 
 JOB = Path(__file__).with_name("machines_job.py")
 PORT = 29400

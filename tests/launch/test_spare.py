@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cpsr.benchmarks.harness.machines import Machines
 from tests.launch.jobs import Launched
 from tests.launch.machine_jobs import MachineJob, kept, require_one_training
-from tests.machines import Machines
 
 # States are in memory alone, with a copy on the other machine; heartbeats of ranks would end them much too late.
 SETTINGS = {

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+from cpsr.benchmarks.harness.machines import Machines
 from cpsr.journal import JournalReader
 from cpsr.ranks.link import REFUSED_STATUS
 from cpsr.verification.account import Account
 from tests.launch.machine_jobs import MachineJob
 from tests.launch.machines_job import FAULTY
-from tests.machines import Machines
 
 
 def test_a_machine_that_is_wrong_twice_leaves_the_job(machines: Machines, tmp_path: Path) -> None:

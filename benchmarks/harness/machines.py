@@ -100,6 +100,10 @@ class Machines:
         """What a command prints on a machine; CalledProcessError where it fails."""
         return self._alone(self._pids[machine], *command)
 
+    def first_process(self, machine: int) -> int:
+        """The number of a machine's first process here, outside of it."""
+        return self._pids[machine]
+
     def kill(self, machine: int) -> None:
         """Kill all of its processes; its shared memory stays."""
         # -1 is all but the caller and the first one.

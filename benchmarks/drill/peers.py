@@ -1,0 +1,147 @@
+"""The ways to come back that are compared: how each is set up, as its own documentation describes."""
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+from cpsr.benchmarks.drill.job import MACHINES, Job
+
+__all__ = ["PEERS", "PLAIN", "Peer", "Place"]
+
+PROGRAMS = Path(__file__).parent / "programs"
+BIN = Path(sys.executable).parent
+PORT = 29400
+RESTARTS = 1000  # the drill ends what does not come back
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a launcher is started.
+
+    Attributes:
+        machine: its number.
+        names: of all machines; the last one is the head node, which trains nothing.
+        job: that is trained.
+        program: the training script.
+    """
+
+    machine: int
+    names: list[str]
+    job: Job
+    program: Path
+
+    @property
+    def ranks(self) -> int:
+        """On each machine."""
+        return self.job.ranks // MACHINES
+
+    @property
+    def head(self) -> str:
+        """The name of the machine that trains nothing."""
+        return self.names[-1]
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A way to come back.
+
+    Attributes:
+        name: in the table.
+        program: the file of its training script.
+        launch: the command that starts a machine's launcher.
+        settings: what was chosen, in words.
+        source: the page that describes the setup.
+        package: the distribution whose version is recorded; None: torch's own.
+        modules: that must be importable, beside our own dependencies.
+        chooses: whether the script says how often to save; the drill then uses Young's interval.
+        jobs: shardings that it was set up for.
+        absent: by sharding that it was not set up for, the reason.
+        environment: variables of its launchers.
+        server: the command of a server on the head node.
+    """
+
+    name: str
+    program: str
+    launch: Callable[[Place], list[str]]
+    settings: str
+    source: str
+    package: str | None = None
+    modules: tuple[str, ...] = ()
+    chooses: bool = True
+    jobs: tuple[str, ...] = ("ddp", "fsdp2")
+    absent: Mapping[str, str] = field(default_factory=dict)
+    environment: Callable[[Place], dict[str, str]] = lambda place: {}
+    server: Callable[[Place], list[str]] | None = None
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be run here."""
+        return all(find_spec(module) is not None for module in self.modules)
+
+    @property
+    def version(self) -> str:
+        """Of its package."""
+        return version(self.package or "torch")
+
+    def place(self, machine: int, names: list[str], job: Job) -> Place:
+        """Where its launcher is started."""
+        return Place(machine, names, job, PROGRAMS / self.program)
+
+
+def torchrun(place: Place, *options: str, launcher: tuple[str, ...] = ("torchrun",)) -> list[str]:
+    """A launcher that meets the other machine's at machine 0."""
+    return [
+        str(BIN / launcher[0]),
+        *launcher[1:],
+        f"--nnodes={MACHINES}",
+        f"--nproc-per-node={place.ranks}",
+        f"--max-restarts={RESTARTS}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint={place.names[0]}:{PORT}",
+        "--rdzv-id=drill",
+        *options,
+        str(place.program),
+        str(place.job.directory),
+    ]
+
+
+PLAIN = Peer("no checkpoints", "plain.py", torchrun, "", "", chooses=False)
+
+_TORCH = "https://docs.pytorch.org"
+PEERS = (
+    Peer(
+        "CPSR",
+        "with_cpsr.py",
+        lambda place: torchrun(place, "--no-warm", launcher=("cpsr", "run")),
+        "the defaults; mtbf_hours and heartbeat_timeout_seconds are the drill's; new processes after a failure",
+        "docs/launching.md",
+        package="cpsr",
+        chooses=False,
+    ),
+    Peer(
+        "CPSR, warm ranks",
+        "with_cpsr.py",
+        lambda place: torchrun(place, launcher=("cpsr", "run")),
+        "the defaults; mtbf_hours and heartbeat_timeout_seconds are the drill's",
+        "docs/launching.md",
+        package="cpsr",
+        chooses=False,
+    ),
+    Peer(
+        "torch.save",
+        "torch_save.py",
+        torchrun,
+        "torchrun; rank 0 (DDP) or each rank (FSDP2) writes a file and renames it",
+        f"{_TORCH}/tutorials/beginner/ddp_series_fault_tolerance.html",
+    ),
+    Peer(
+        "DCP async_save",
+        "dcp.py",
+        torchrun,
+        "torchrun; a save waits for the one before",
+        f"{_TORCH}/tutorials/recipes/distributed_async_checkpoint_recipe.html",
+    ),
+)

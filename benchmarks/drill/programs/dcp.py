@@ -1,0 +1,85 @@
+"""`torch.distributed.checkpoint.async_save` every N steps, as its documentation has it."""
+
+import shutil
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from cpsr.benchmarks.drill.job import Job, Record
+
+KEPT = 2
+METADATA = ".metadata"  # which DCP writes last
+
+
+class Checkpoints:
+    """Checkpoints that are written while training goes on; a save first waits for the one before."""
+
+    def __init__(self, job: Job, rank: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._module, self._optimizer, self._rank = module, optimizer, rank
+        self._folder = job.directory / "checkpoints"
+        self._folder.mkdir(exist_ok=True)
+        self._pending: Future[Any] | None = None
+
+    def load(self) -> int:
+        """Bring the module and the optimizer to the newest complete checkpoint; its step."""
+        step = max(self._steps(), default=0)
+        if step:
+            model, optimizer = get_state_dict(self._module, self._optimizer)
+            state = {"model": model, "optimizer": optimizer}
+            dcp.load(state, checkpoint_id=self._path(step))
+            set_state_dict(self._module, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
+        return step
+
+    def save(self, step: int) -> None:
+        """Begin to write a checkpoint."""
+        self.wait()
+        if self._rank == 0:
+            for old in self._steps()[:-KEPT]:
+                shutil.rmtree(self._path(old))
+            shutil.rmtree(self._path(step), ignore_errors=True)  # of an earlier life that did not complete it
+        model, optimizer = get_state_dict(self._module, self._optimizer)
+        pending = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=self._path(step))
+        assert isinstance(pending, Future)
+        self._pending = pending
+
+    def wait(self) -> None:
+        """For the save that is under way."""
+        if self._pending is not None:
+            self._pending.result()
+
+    def _steps(self) -> list[int]:
+        return sorted(int(path.parent.name) for path in self._folder.glob(f"*/{METADATA}"))
+
+    def _path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+
+def main() -> None:
+    """Train from the newest checkpoint to the end."""
+    job = Job.of_arguments()
+    rank = job.join()
+    record = Record(job, rank)
+    module = job.wrap(job.network())
+    optimizer = job.optimizer(module)
+    checkpoints = Checkpoints(job, rank, module, optimizer)
+    begin = checkpoints.load()
+    for step, batch in enumerate(job.batches(rank, job.ranks, begin), start=begin + 1):
+        optimizer.zero_grad()
+        loss = module(batch)
+        loss.backward()
+        optimizer.step()
+        record.step(step, loss)
+        if step % job.interval_iterations == 0:
+            checkpoints.save(step)
+    checkpoints.wait()
+    record.finish(module)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
