@@ -47,6 +47,21 @@ def stall(
 
 
 @bench.command()
+def drill(
+    json_path: JsonPath = None,
+    cache: Annotated[Path | None, typer.Option(help="Keeps complete runs; by default runs/bench-drill.")] = None,
+    jobs: Annotated[str, typer.Option(help="ddp (2 ranks), fsdp2 (4 ranks): comma-separated.")] = "ddp,fsdp2",
+    only: Annotated[str, typer.Option(help="Ways to come back, or how their names begin, comma-separated.")] = "",
+    workdir: Workdir = None,
+) -> None:
+    """One job under the same failures with CPSR and with other packages: hours; interrupt it and go on at will."""
+    from cpsr.benchmarks.drill.run import main as run_drill
+    from cpsr.benchmarks.drill.run import selected
+
+    run_drill(json_path, cache, *selected(jobs, only), workdir)
+
+
+@bench.command()
 def reshard(
     json_path: JsonPath = None,
     rounds: Annotated[int, typer.Option(min=2, help="Loads of each kind.")] = 5,

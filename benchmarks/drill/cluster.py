@@ -164,11 +164,11 @@ class Cluster:
 
 def _inside(first: int) -> list[psutil.Process]:
     """All processes of a machine."""
-    space = os.readlink(f"/proc/{first}/ns/pid")
+    space = Path(f"/proc/{first}/ns/pid").readlink()
     found = []
     for process in psutil.process_iter():
         try:
-            if os.readlink(f"/proc/{process.pid}/ns/pid") == space:
+            if Path(f"/proc/{process.pid}/ns/pid").readlink() == space:
                 found.append(process)
         except OSError:  # it has ended
             continue

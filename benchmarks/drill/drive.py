@@ -2,10 +2,11 @@
 
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from cpsr.benchmarks.drill.cluster import Cluster
 from cpsr.benchmarks.drill.job import Job
@@ -64,6 +65,12 @@ class Run:
     memory_bytes: int
     weights: list[str]
     notes: list[str]
+
+    @classmethod
+    def of_json(cls, plain: Mapping[str, Any]) -> Self:
+        """From what `asdict` made of it."""
+        failures = [Happened(**one | {"kind": Kind(one["kind"])}) for one in plain["failures"]]
+        return cls(**{**plain, "failures": failures})
 
 
 def drive(
@@ -159,7 +166,7 @@ class _Driven:
             complete=self._cluster.complete,
             seconds=steps[-1].unix_seconds - steps[0].unix_seconds if steps else 0.0,
             trained=sum(shares.values()),
-            step_seconds=[later - earlier for earlier, later in zip(first, first[1:], strict=False)],
+            step_seconds=[later - earlier for earlier, later in pairwise(first)],
             failures=[
                 Happened(
                     failure.kind,

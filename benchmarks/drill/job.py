@@ -93,7 +93,8 @@ class Job:
             return nn.parallel.DistributedDataParallel(network)
         for block in network.blocks:
             fully_shard(block, mesh=mesh)
-        return fully_shard(network, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+        return network
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """AdamW."""
@@ -103,7 +104,9 @@ class Job:
         """A rank's batches, one for each step, in the order of the text."""
         windows = Windows(read_corpus()[0], self.model.context)
         data = Subset(windows, range(self.steps * self.batch))
-        sampler = DistributedSampler(data, num_replicas=ranks, rank=rank, shuffle=False)
+        sampler: DistributedSampler[torch.Tensor] = DistributedSampler(
+            data, num_replicas=ranks, rank=rank, shuffle=False
+        )
         return DataLoader(data, batch_size=self.batch // ranks, sampler=sampler)
 
     def batches(self, rank: int, ranks: int, step: int) -> Iterable[torch.Tensor]:
@@ -133,7 +136,7 @@ class Record:
             loss: of this rank's batch.
             share: of the step's batch that was trained: less than 1 where ranks were missing.
         """
-        self._write("step", step, loss.item().hex(), share)
+        self._write("step", step, float(loss.detach()).hex(), share)
 
     def note(self, text: str) -> None:
         """Something that the report quotes."""

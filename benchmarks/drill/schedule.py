@@ -3,10 +3,13 @@
 import random
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import accumulate
+from math import ceil
 
 __all__ = ["Failure", "Kind", "draw_schedule"]
 
 KINDS_A_SCHEDULE = 2  # the next schedule begins so many kinds later, so that three schedules have all of them
+WARM_SECONDS, EARLY_SECONDS, EARLY = 20.0, 200.0, 2  # what a schedule must have to be taken
 
 
 class Kind(StrEnum):
@@ -37,21 +40,20 @@ class Failure:
 def draw_schedule(number: int, ranks: int, mtbf_seconds: float, seconds: float) -> list[Failure]:
     """Failures of one run.
 
-    The times are a Poisson process. The kinds come in one order that is drawn for all schedules together.
+    The times are a Poisson process, drawn again until there is no failure in the first 20 s, when jobs are not warm
+    yet, and exactly two in the first 200 s. The kinds come in one order that is drawn for all schedules together.
 
     Args:
         number: of the schedule, from 0; it is the seed.
         ranks: of the job.
         mtbf_seconds: mean time between two failures.
-        seconds: how long failures go on; longer than any run.
+        seconds: of the longest run; there are failures for as long, more or less.
     """
     kinds = list(Kind)
-    random.Random(0).shuffle(kinds)
+    random.Random(0).shuffle(kinds)  # noqa: S311 - nothing secret is drawn
     place = number * KINDS_A_SCHEDULE
-    drawn = random.Random(f"schedule {number}")
-    failures: list[Failure] = []
-    at = drawn.expovariate(1 / mtbf_seconds)
-    while at < seconds:
-        failures.append(Failure(at, kinds[(place + len(failures)) % len(kinds)], drawn.randrange(ranks)))
-        at += drawn.expovariate(1 / mtbf_seconds)
-    return failures
+    drawn = random.Random(f"schedule {number}")  # noqa: S311 - nothing secret is drawn
+    times: list[float] = []
+    while sum(at < EARLY_SECONDS for at in times) != EARLY or times[0] < WARM_SECONDS:
+        times = list(accumulate(drawn.expovariate(1 / mtbf_seconds) for _ in range(ceil(seconds / mtbf_seconds))))
+    return [Failure(at, kinds[(place + index) % len(kinds)], drawn.randrange(ranks)) for index, at in enumerate(times)]

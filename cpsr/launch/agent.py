@@ -6,7 +6,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -170,6 +170,10 @@ class Failures:
         for message in self._report.take_recovered():
             self.print_line(message)
 
+    def recorded_by_all(self) -> list[Exit]:
+        """The ends of ranks on all machines that are recorded in the run so far; none before one is opened."""
+        return [] if self._opened is None else exits_of(Path(self._opened.run_dir), self._opened.life)
+
     def _recorded(self, exits: Sequence[Exit]) -> list[Exit]:
         """What the ranks have recorded in their run about their ends; records there what this launcher saw."""
         if self._opened is None:
@@ -239,7 +243,10 @@ class _Agent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         # Ranks commit after SIGTERM alone. Before 2.12 torch gives them 30 s; later also where a machine joins.
         given = int(os.environ.get(SHUTDOWN, SHUTDOWN_SECONDS))
+        ended = self.failures.recorded_by_all()
         commits = death_sig is signal.SIGTERM and self.report.lost() is None
+        commits = commits and not any(one.is_failure for one in ended)
+        self._kill({one.given_up for one in ended})
         patience = getattr(self, "_shutdown_timeout", given) if commits else SHUTDOWN_SECONDS
         # The ranks were asked to exit, and the launcher waits for them: a second SIGTERM must not orphan them.
         before = signal.signal(signal.SIGTERM, self._record_sigterm)
@@ -249,6 +256,13 @@ class _Agent(LocalElasticAgent):
             super()._shutdown(death_sig, *args, **kwargs)  # which finds no rank any more
         finally:
             signal.signal(signal.SIGTERM, before)
+
+    def _kill(self, ranks: Container[int | None]) -> None:
+        """Kill ranks of this machine that the others have given up: one that hangs does not leave after SIGTERM."""
+        for worker in self._worker_group.workers:
+            if worker.global_rank in ranks:
+                with suppress(ProcessLookupError):
+                    os.kill(int(worker.id), signal.SIGKILL)
 
     def _record_sigterm(self, number: int, frame: FrameType | None) -> None:
         self._asked_to_leave = True

@@ -27,7 +27,8 @@ from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.exits import Exit, lost_another, note_exit
 from cpsr.ranks.group import this_node
-from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.heartbeat import NONE
+from cpsr.ranks.liveness import GivenUp, Liveness
 from cpsr.ranks.slow_ranks import Place, SlowRanks, device_name
 from cpsr.state.codec import host_copy
 
@@ -183,12 +184,12 @@ class Boundary:
             closing.callback(self.emergency_dump.close)
             closing.callback(lambda: self.liveness.close(ended=ending.in_order))
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, why: GivenUp) -> None:
         """Another rank is gone, or training hangs: end this process, from another thread."""
-        rank = self._job.group.rank
-        left = Exit(rank, error=reason) if lost_another(reason) else Exit(rank, left=reason)
-        note_exit(self._job.run.path, self._job.journal.life, left)
-        self.emergency_dump.leave(reason)
+        whom = None if why.lost_rank == NONE else why.lost_rank
+        told: dict[str, Any] = {"error": why.reason} if lost_another(why.reason) else {"left": why.reason}
+        note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, given_up=whom, **told))
+        self.emergency_dump.leave(why.reason)
 
     def _dump(self, iteration: int) -> int:
         """Dump the state before this rank leaves a broken group; returns its iteration."""

@@ -63,6 +63,7 @@ class Exit:
         status: its exit status, as its launcher saw it.
         error: the exception that ended the training loop, with its message.
         left: why it left the job in good order (another rank sent no heartbeats any more), as it reported.
+        given_up: the rank that it left because of, which may still hang.
         unix_seconds: when.
     """
 
@@ -71,12 +72,19 @@ class Exit:
     status: int | None = None
     error: str | None = None
     left: str | None = None
+    given_up: int | None = None
     unix_seconds: float = 0.0
 
     @property
     def by_launcher(self) -> bool:
         """Whether a launcher saw this, and not the rank itself."""
         return self.signal is not None or self.status is not None
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether it ended, or left, because something had failed; ranks that have a failed one cannot commit."""
+        failed = self.signal not in (None, "SIGTERM") or self.status not in (None, 0, SIGTERM_STATUS)
+        return failed or self.error is not None or self.given_up is not None
 
     @staticmethod
     def of_status(rank: int, status: int, unix_seconds: float) -> "Exit":

@@ -71,7 +71,7 @@ class Liveness:
         run_dir: on storage that every rank shares.
         life: of the run; no two have the same number.
         board: of this rank's machine.
-        leave: ends this process, with the reason as a clause; the watching thread calls it once.
+        leave: ends this process, with the reason; the watching thread calls it once.
         report: records an event: its kind, one sentence, the iteration and the logging level.
         hear: gets a monotonic time and the newest heartbeat of each rank that trains, at every beat of rank 0.
 
@@ -85,7 +85,7 @@ class Liveness:
         life: int,
         board: Board,
         config: RanksConfig,
-        leave: Callable[[str], object],
+        leave: Callable[["GivenUp"], object],
         report: Callable[[str, str, int | None, int], None],
         hear: Callable[[float, Mapping[int, Heartbeat]], None] = lambda now, said: None,
     ) -> None:
@@ -197,7 +197,7 @@ class Liveness:
                 given_up = self.check(elapsed_seconds)
                 if given_up is not None:
                     self._announce(Phase.LEAVING, given_up.lost_rank)
-                    self._leave(given_up.reason)
+                    self._leave(given_up)
                     return
         except Exception as error:
             logger.exception("watching the other ranks failed")

@@ -1,5 +1,7 @@
 """A job goes on with the machines that are left, and with those that return; real networks, names and memories."""
 
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -36,6 +38,20 @@ def test_a_job_goes_on_without_a_machine_and_with_it_again(
     assert begins[without]["method"] == begins[again]["method"] == "exact"
     assert begins[without]["iteration"] >= 5
     require_one_training(kept(job.rows(), begins))
+
+
+def test_a_rank_that_hangs_on_another_machine_is_not_waited_for(machines: Machines, tmp_path: Path) -> None:
+    """It cannot commit after SIGTERM, for which `cpsr run` would give it ten minutes."""
+    job = MachineJob(machines, tmp_path, settings={"ranks": {"heartbeat_timeout_seconds": 8.0}}, nodes="2")
+    before = job.begin(2)
+    pid = re.findall(r"Started rank 1 \(pid (\d+)\)", job.output(0) + job.output(1))[-1]
+    machine = 1 if f"(pid {pid})" in job.output(1) else 0
+    machines.run(machine, "kill", "-STOP", pid)
+    stopped = time.monotonic()
+    job.reached(2, after=before)
+    assert time.monotonic() - stopped < 120.0, job.everything()  # as a rule 15
+    assert set(job.finish().values()) == {0}, job.everything()
+    require_one_training(kept(job.rows(), job.begins()))
 
 
 WATCHED = {"ranks": {"heartbeat_timeout_seconds": 30.0, "step_timeout_seconds": 10.0}}

@@ -23,7 +23,7 @@ from cpsr.config import RanksConfig
 from cpsr.ranks.board import Board
 from cpsr.ranks.emergency_dump import EmergencyDump
 from cpsr.ranks.heartbeat import HeartbeatFiles
-from cpsr.ranks.liveness import Liveness
+from cpsr.ranks.liveness import GivenUp, Liveness
 
 WAIT_SECONDS = 120.0  # for what comes within two; the machine may be busy
 
@@ -196,7 +196,11 @@ class Rank:
         config = RanksConfig(**options.liveness)
         liveness: Liveness
         emergency = EmergencyDump(self.dump, self.report, config.sigterm_grace_seconds, lambda: liveness.obstacle())
-        liveness = Liveness(Path(options.directory), options.life, self.board, config, emergency.leave, self.report)
+
+        def leave(why: GivenUp) -> None:
+            emergency.leave(why.reason)
+
+        liveness = Liveness(Path(options.directory), options.life, self.board, config, leave, self.report)
         signal.signal(signal.SIGTERM, self.on_sigterm)
         emergency.watch_sigterm()
         if options.gloo:

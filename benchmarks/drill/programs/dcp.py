@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from cpsr.benchmarks.drill.job import Job, Record
 
@@ -31,7 +32,7 @@ class Checkpoints:
         if step:
             model, optimizer = get_state_dict(self._module, self._optimizer)
             state = {"model": model, "optimizer": optimizer}
-            dcp.load(state, checkpoint_id=self._path(step))
+            load(state, checkpoint_id=self._path(step))
             set_state_dict(self._module, self._optimizer, model_state_dict=model, optim_state_dict=optimizer)
         return step
 
@@ -43,7 +44,7 @@ class Checkpoints:
                 shutil.rmtree(self._path(old))
             shutil.rmtree(self._path(step), ignore_errors=True)  # of an earlier life that did not complete it
         model, optimizer = get_state_dict(self._module, self._optimizer)
-        pending = dcp.async_save({"model": model, "optimizer": optimizer}, checkpoint_id=self._path(step))
+        pending = async_save({"model": model, "optimizer": optimizer}, checkpoint_id=self._path(step))
         assert isinstance(pending, Future)
         self._pending = pending
 

@@ -1,6 +1,5 @@
 """`torch.save` every N steps, as PyTorch's tutorials have it: the script writes, and reads the newest file again."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class Files:
         model, optimizer = get_state_dict(self._module, self._optimizer)
         path = self._path(self._mine, step)
         torch.save({"model": model, "optimizer": optimizer}, path.with_suffix(".part"))
-        os.replace(path.with_suffix(".part"), path)
+        path.with_suffix(".part").replace(path)
         for old in self._steps(self._mine)[:-KEPT]:
             self._path(self._mine, old).unlink()
 
