@@ -128,12 +128,10 @@ def scale(
 @bench.command()
 def replay(
     json_path: JsonPath = None,
-    parts: Annotated[
-        str, typer.Option(help="What is measured, comma-separated.")
-    ] = "windows,stages,repeated,comparison",
+    parts: Annotated[str, typer.Option(help="What is measured, comma-separated.")] = "windows,stages,repeated",
     workdir: Workdir = None,
 ) -> None:
-    """What sparse windows of snapshots cost each step, what a restart repeats, and both beside other checkpoints."""
+    """What sparse windows of snapshots cost each step, and what a repeated step costs."""
     from cpsr.benchmarks.replay.run import main as run_replay
 
     run_replay(json_path, workdir=workdir, parts=parts.split(","))

@@ -5,7 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cpsr.benchmarks.harness.intervals import Estimate, median_interval
 
-__all__ = ["in_turn", "paired_interval"]
+__all__ = ["ALONE", "LIVE", "in_turn", "paired_interval"]
+
+ALONE, LIVE = "without CPSR", "with CPSR"
 
 
 def paired_interval(one: Sequence[float], other: Sequence[float]) -> Estimate:

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.benchmarks.replay.in_turn import in_turn
-from cpsr.benchmarks.replay.mixture import ALONE, LIVE
+from cpsr.benchmarks.replay.in_turn import ALONE, LIVE, in_turn
 
 __all__ = ["Shape", "live_and_alone"]
 

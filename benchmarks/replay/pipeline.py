@@ -12,8 +12,7 @@ from torch import nn
 
 from cpsr import CPSRRecovery
 from cpsr.benchmarks.harness.ranks import RANKS, join_ranks
-from cpsr.benchmarks.replay.in_turn import in_turn
-from cpsr.benchmarks.replay.mixture import ALONE
+from cpsr.benchmarks.replay.in_turn import ALONE, in_turn
 from cpsr.checkpoint.memory_owners import remove_memory_states
 from cpsr.checkpoint.run_directory import run_id
 

@@ -1,4 +1,4 @@
-"""`cpsr bench replay`: what windows cost each step, what a restart repeats, and both beside other checkpoints."""
+"""`cpsr bench replay`: what windows cost each step, and what a repeated step costs."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, replace
@@ -10,11 +10,8 @@ from cpsr.benchmarks.harness.intervals import Estimate, median_ratio_interval
 from cpsr.benchmarks.harness.measurement import Measurement, interval_text, measuring
 from cpsr.benchmarks.harness.processes import in_own_process
 from cpsr.benchmarks.harness.ranks import run_ranks
-from cpsr.benchmarks.replay.compared import RARELY, WINDOW, Plan, compare
-from cpsr.benchmarks.replay.ettr import simulated
-from cpsr.benchmarks.replay.in_turn import paired_interval
+from cpsr.benchmarks.replay.in_turn import ALONE, LIVE, paired_interval
 from cpsr.benchmarks.replay.job import Shape, live_and_alone
-from cpsr.benchmarks.replay.mixture import ALONE, LIVE
 from cpsr.benchmarks.replay.pipeline import LOGGED, WINDOWS
 from cpsr.benchmarks.replay.repeated_step import KINDS, WHOLE, repeated_seconds
 from cpsr.checkpoint.memory_owners import remove_memory_states
@@ -23,13 +20,14 @@ from cpsr.errors import CPSRError
 
 __all__ = ["PARTS", "main", "variants"]
 
-PARTS = ("windows", "stages", "repeated", "comparison")
+PARTS = ("windows", "stages", "repeated")
+WINDOW = 4  # iterations of the windows in bfloat16
+RARELY = {"interval_iterations": 100_000}
 BF16 = "bfloat16"  # weights and moments of the last variant
 AIM = 1.03  # of a step without CPSR
 BLOCK = 4  # steps of a variant, or all of a longer window, then as many without CPSR
 TOKENS = 1024  # of a repeated step
 DEFAULT = Shape()
-COMPARISON = Plan()
 
 
 def variants(windows: tuple[int, ...]) -> dict[str, Mapping[str, Any]]:
@@ -48,7 +46,6 @@ def main(
     steps: int = 160,
     windows: tuple[int, ...] = (2, 4, 8, 16),
     shape: Shape = DEFAULT,
-    plan: Plan = COMPARISON,
     workdir: Path | None = None,
     parts: Collection[str] = PARTS,
 ) -> None:
@@ -60,7 +57,6 @@ def main(
         steps: of each kind of windows; a quarter of repeated ones.
         windows: iterations of those whose cost is measured.
         shape: of their model.
-        plan: of the comparison.
         workdir: see `measuring`.
         parts: that are measured.
 
@@ -80,9 +76,6 @@ def main(
             figures["stages"] = _stages(call, rounds)
         if "repeated" in parts:
             figures["repeated"] = {"tokens": TOKENS, **_repeated(call, max(1, steps // 4))}
-        if "comparison" in parts:
-            figures["comparison"] = compare(call, plan)
-            figures["ettr"] = simulated(call, figures["comparison"])
         call.leave(figures)
 
 

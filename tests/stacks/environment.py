@@ -1,7 +1,6 @@
 """Environments of the stacks: each has its own packages, and takes torch and cpsr from the environment of the tests."""
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -31,22 +30,7 @@ def stack_python(*requirements: str) -> Path:
     own = sysconfig.get_path("purelib", vars={"base": str(environment)})
     # With addsitedir the editable installation of cpsr there is found too; a plain path line would not do that.
     Path(own, "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", encoding="utf-8")
-    pip: list[str | Path] = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        python,
-        "install",
-        "--quiet",
-        "--no-compile",
-        *requirements,
-    ]
-    subprocess.run(
-        [*pip, *requirements],
-        check=True,
-        timeout=INSTALL_SECONDS,
-        env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"},
-    )
+    pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
+    subprocess.run([*pip, "--quiet", "--no-compile", *requirements], check=True, timeout=INSTALL_SECONDS)
     (environment / "installed").touch()
     return python
