@@ -14,6 +14,7 @@ __all__ = ["PEERS", "PLAIN", "Peer", "Place"]
 PROGRAMS = Path(__file__).parent / "programs"
 BIN = Path(sys.executable).parent
 PORT = 29400
+LIGHTHOUSE_PORT = 29510  # its default
 RESTARTS = 1000  # the drill ends what does not come back
 
 
@@ -143,5 +144,30 @@ PEERS = (
         torchrun,
         "torchrun; a save waits for the one before",
         f"{_TORCH}/tutorials/recipes/distributed_async_checkpoint_recipe.html",
+    ),
+    Peer(
+        "torchft",
+        "with_torchft.py",
+        lambda place: torchrun(
+            place,
+            *("--nnodes=1", f"--rdzv-endpoint={place.names[place.machine]}:{PORT}"),
+            launcher=("python", "-m", "torch.distributed.run"),
+        ),
+        "each machine is a replica with its own torchrun, whose timer ends a hung rank; heartbeats: 1 s; gloo: 5 s; "
+        "init_sync=False; PGTransport; the first replica also writes files; DDP's hook is mended (pull request 294)",
+        "https://github.com/meta-pytorch/torchft/blob/7eb7087885f7ffaf51148a9df3289d73b8709fbd/README.md",
+        package="torchft",
+        modules=("torchft",),
+        environment=lambda place: {
+            "TORCHFT_LIGHTHOUSE": f"http://{place.head}:{LIGHTHOUSE_PORT}",
+            "REPLICA_GROUP_ID": str(place.machine),
+            "NUM_REPLICA_GROUPS": str(MACHINES),
+            "TORCHELASTIC_ENABLE_FILE_TIMER": "1",
+        },
+        server=lambda place: [
+            str(BIN / "torchft_lighthouse"),
+            *("--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
+            *("--heartbeat_timeout_ms", "1000"),  # ten heartbeats; its default of 5000 is waited for at each loss
+        ],
     ),
 )
