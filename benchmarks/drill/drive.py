@@ -160,7 +160,8 @@ class _Driven:
         shares: dict[int, float] = {}
         for line in steps:  # of a step that was trained twice, the last time counts
             shares[line.step] = float(str(line.words[2]))
-        first = [line.unix_seconds for line in steps if (line.rank, line.pid) == (0, steps[0].pid)] if steps else []
+        zero = [line for line in steps if line.rank == 0]
+        first = [line.unix_seconds for line in zero if line.pid == zero[0].pid]
         found = [(failure, failed, self._recovery(failure, failed)) for failure, failed in self._failed]
         return Run(
             complete=self._cluster.complete,
