@@ -74,11 +74,12 @@ class Cluster:
                     del self._ended_at[machine]
                     self._launch(machine)
 
-    def fail(self, failure: Failure, records: Records) -> bool:
-        """Let something fail; whether it could: what is to be killed may not be running."""
+    def fail(self, failure: Failure, records: Records) -> float | None:
+        """Let something fail; when it did. None if it cannot: what is to be killed may not be running."""
         processes = [process for rank in range(self._job.ranks) if (process := self._process(records, rank))]
         if len(processes) < self._job.ranks:
-            return False
+            return None
+        failed = time.time()
         match failure.kind:
             case Kind.RANK_KILLED:
                 processes[failure.rank].kill()
@@ -88,10 +89,10 @@ class Cluster:
             case Kind.HUNG:
                 processes[failure.rank].suspend()
             case Kind.MEMORY_LOST:
-                self._power_cycle(LOST_MACHINE)
+                failed = self._power_cycle(LOST_MACHINE)
             case Kind.SIGTERM:
                 self._preempt()
-        return True
+        return failed
 
     def restart_by_hand(self) -> None:
         """What an operator does with a job that stands still: kill all of it, and start it again."""
@@ -124,11 +125,14 @@ class Cluster:
         with (self._job.directory / f"machine-{machine}.log").open("a") as output:
             return self.machines.start(machine, command, output, kept | VARIABLES | more)
 
-    def _power_cycle(self, machine: int) -> None:
+    def _power_cycle(self, machine: int) -> float:
+        """Kill a machine, and start it again empty; when it was dead, which takes longer than some steps."""
         self.machines.kill(machine)
+        killed = time.time()
         self._launchers[machine].wait()
         self.machines.forget(machine)
         self._launch(machine)
+        return killed
 
     def _preempt(self) -> None:
         """SIGTERM to all launchers; when they have left, or after the grace, the machines are empty and start again."""

@@ -137,9 +137,9 @@ class _Driven:
             return
         if time.time() - steps[0].unix_seconds < self._due[0].seconds:
             return
-        now = time.time()
-        if self._cluster.fail(self._due[0], self._records):
-            self._failed.append((self._due.pop(0), now))
+        failed = self._cluster.fail(self._due[0], self._records)
+        if failed is not None:
+            self._failed.append((self._due.pop(0), failed))
 
     def _help(self) -> None:
         """Start a job again that stands still."""
