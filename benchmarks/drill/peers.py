@@ -92,7 +92,11 @@ class Peer:
         return Place(machine, names, job, PROGRAMS / self.program)
 
 
-def torchrun(place: Place, *options: str, launcher: tuple[str, ...] = ("torchrun",)) -> list[str]:
+# As a module: the script may belong to another environment, over which this one lies.
+TORCHRUN = ("python", "-m", "torch.distributed.run")
+
+
+def torchrun(place: Place, *options: str, launcher: tuple[str, ...] = TORCHRUN) -> list[str]:
     """A launcher that meets the other machine's at machine 0."""
     return [
         str(BIN / launcher[0]),
@@ -111,7 +115,38 @@ def torchrun(place: Place, *options: str, launcher: tuple[str, ...] = ("torchrun
 
 PLAIN = Peer("no checkpoints", "plain.py", torchrun, "", "", chooses=False)
 
+# Its sockets are files in this folder, which machines have each for themselves: there is one agent on each.
+OWN_SOCKETS = """
+mkdir -p /tmp/ckpt_sock && { mountpoint -q /tmp/ckpt_sock || mount -t tmpfs tmpfs /tmp/ckpt_sock; } && exec "$@"
+"""
+
+
+def dlrover_run(place: Place) -> list[str]:
+    """DLRover's launcher, which meets the others at its master."""
+    launcher = ("python", "-m", "dlrover.trainer.torch.elastic_run")
+    return ["sh", "-c", OWN_SOCKETS, "sh", *torchrun(place, "--save-at-breakpoint", launcher=launcher)]
+
+
+def dlrover_master(place: Place) -> list[str]:
+    """The master of a job that no Kubernetes runs."""
+    master = [sys.executable, "-m", "dlrover.python.master.main", "--platform=local", "--job_name=drill"]
+    return [*master, f"--node_num={MACHINES}", f"--port={PORT}"]
+
+
+def dlrover_environment(place: Place) -> dict[str, str]:
+    """Where the master is, and which machine this is."""
+    return {
+        "DLROVER_MASTER_ADDR": f"{place.head}:{PORT}",
+        "NODE_RANK": str(place.machine),
+        "NODE_ID": str(place.machine),
+        "NODE_NUM": str(MACHINES),
+        "ELASTIC_JOB_NAME": "drill",
+    }
+
+
 _TORCH = "https://docs.pytorch.org"
+_LM_RESILIENCY = "https://github.com/LMResiliency/lm-resiliency/blob/f591cb1c28d86437665d332c900eb313162e2d3f"
+_DLROVER = "https://github.com/intelligent-machine-learning/dlrover/blob/75644f4629bd9ab86ac1b5711b4d21117551dce4"
 PEERS = (
     Peer(
         "CPSR",
@@ -148,11 +183,7 @@ PEERS = (
     Peer(
         "torchft",
         "with_torchft.py",
-        lambda place: torchrun(
-            place,
-            *("--nnodes=1", f"--rdzv-endpoint={place.names[place.machine]}:{PORT}"),
-            launcher=("python", "-m", "torch.distributed.run"),
-        ),
+        lambda place: torchrun(place, "--nnodes=1", f"--rdzv-endpoint={place.names[place.machine]}:{PORT}"),
         "each machine is a replica with its own torchrun, whose timer ends a hung rank; heartbeats: 1 s; gloo: 5 s; "
         "init_sync=False; PGTransport; the first replica also writes files; DDP's hook is mended (pull request 294)",
         "https://github.com/meta-pytorch/torchft/blob/7eb7087885f7ffaf51148a9df3289d73b8709fbd/README.md",
@@ -169,5 +200,34 @@ PEERS = (
             *("--min_replicas", "1", "--quorum_tick_ms", "100", "--join_timeout_ms", "10000"),
             *("--heartbeat_timeout_ms", "1000"),  # ten heartbeats; its default of 5000 is waited for at each loss
         ],
+    ),
+    Peer(
+        "lm-resiliency",
+        "with_lm_resiliency.py",
+        torchrun,
+        "torchrun; GEMINI: a copy in the memory of a rank on the other machine, and, each time, files on the disk that "
+        "all machines share, where a rank also finds the copy its peer wrote as it left; torch.save every tenth time. "
+        "Without SCOUT, which replays layers on CUDA devices alone, and without the rendezvous backend of 0.2.0, which "
+        "PyTorch 2.13 does not register",
+        f"{_LM_RESILIENCY}/docs/api.md",
+        package="lm-resiliency",
+        modules=("lm_resiliency",),
+    ),
+    Peer(
+        "DLRover flash checkpoint",
+        "with_dlrover.py",
+        dlrover_run,
+        "dlrover-run --save-at-breakpoint, with a master on the head node; DdpCheckpointer: to shared memory, and "
+        "every fourth time to storage. Without copies at other nodes: 0.6.1 fetches them and loads empty memory",
+        f"{_DLROVER}/docs/blogs/flash_checkpoint.md",
+        package="dlrover",
+        modules=("dlrover", "grpc", "kubernetes"),
+        jobs=("ddp",),
+        absent={
+            "fsdp2": "its checkpointers for FSDP call FSDP1's optim_state_dict, which refuses FSDP2's modules "
+            "(dlrover/trainer/torch/flash_checkpoint/fsdp.py, lines 101 and 245 of 0.6.1)"
+        },
+        environment=dlrover_environment,
+        server=dlrover_master,
     ),
 )
