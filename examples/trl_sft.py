@@ -4,7 +4,7 @@
     python examples/trl_sft.py --folder runs/sft                # goes on, and ends at step 30
 
 The launcher starts it again by itself: `cpsr run examples/trl_sft.py --folder runs/sft --kill-at 17`. Model, tokenizer
-and data are made here, so nothing is downloaded. `--set key=value` changes a setting of `SFTConfig`.
+and data are made here, so nothing is downloaded.
 """
 
 import argparse
@@ -24,22 +24,24 @@ from trl import SFTConfig, SFTTrainer
 from cpsr.integrations.transformers import CPSRCallback
 
 STEPS = 30
-NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+END = "<end>"
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     """One token for each byte."""
-    letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    bytewise = Tokenizer(models.BPE(vocab=letters | {"<end>": 256}, merges=[]))
+    bytewise = Tokenizer(
+        models.BPE({letter: place for place, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
+    )
     bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<end>", pad_token="<end>")
+    return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=END, pad_token=END)
 
 
 def sums(first: range) -> Dataset:
-    """Sums of two numbers, in words: the loss is that of the answer alone."""
+    """Sums of two numbers, in words: the loss is that of the completions alone."""
     pairs = [(one, other) for one in first for other in range(7)]
-    prompts = [f"{NUMBERS[one]} and {NUMBERS[other]} is" for one, other in pairs]
-    return Dataset.from_dict({"prompt": prompts, "completion": [f" {NUMBERS[one + other]}" for one, other in pairs]})
+    prompts = [f"{WORDS[one]} and {WORDS[other]} is" for one, other in pairs]
+    return Dataset.from_dict({"prompt": prompts, "completion": [f" {WORDS[one + other]}" for one, other in pairs]})
 
 
 class KillAt(TrainerCallback):
@@ -49,7 +51,8 @@ class KillAt(TrainerCallback):
         self.step, self.cpsr, self.run_dir = step, cpsr, run_dir
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step and self.cpsr.recovery.restored.restored_iteration == 0:
+        first_rank_is_there = state.is_world_process_zero and state.global_step == self.step
+        if first_rank_is_there and self.cpsr.recovery.restored.restored_iteration == 0:
             while not any(self.run_dir.glob("checkpoints/step-*/COMMIT")):
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -59,37 +62,35 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kill-at", type=int)
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE")
     options = parser.parse_args()
-    changed = {key: json.loads(value) for key, value in (one.split("=", 1) for one in options.set)}
 
     set_seed(7)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=64, n_embd=32, n_layer=2, n_head=2))
-    settings = {
-        "output_dir": str(options.folder / "trainer"),
-        "max_steps": STEPS,
-        "max_length": 64,
-        "packing": True,
-        "packing_strategy": "wrapped",  # the others need flash attention
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 10,
-        "save_steps": 10,  # the Trainer's own checkpoints, beside those of CPSR
-        "use_cpu": not torch.cuda.is_available(),
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "seed": 7,
-    }
+    args = SFTConfig(
+        output_dir=str(options.folder / "trainer"),
+        max_steps=STEPS,
+        max_length=64,
+        packing=True,
+        packing_strategy="wrapped",  # the others need flash attention
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        logging_steps=4,
+        eval_strategy="steps",
+        eval_steps=10,
+        save_steps=10,  # the Trainer's own checkpoints, beside those of CPSR
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        report_to="none",
+        disable_tqdm=True,
+        seed=7,
+    )
     trainer = SFTTrainer(
         model=model,
-        args=SFTConfig(**settings | changed),
+        args=args,
         train_dataset=sums(range(6)),
         eval_dataset=sums(range(6, 7)),
-        processing_class=tokenizer(),
+        processing_class=tokenizer_of_bytes(),
         peft_config=LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, lora_dropout=0.1),
     )
     run_dir = options.folder / "cpsr"
