@@ -30,9 +30,8 @@ END = "<end>"
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     """One token for each byte."""
-    bytewise = Tokenizer(
-        models.BPE({letter: place for place, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, [])
-    )
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())  # which has another order in each process
+    bytewise = Tokenizer(models.BPE({letter: place for place, letter in enumerate(letters)}, []))
     bytewise.pre_tokenizer, bytewise.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token=END, pad_token=END)
 
