@@ -101,8 +101,9 @@ def main() -> None:
     trainer.train()
 
     trainer.save_model(str(options.folder / "final"))
-    trainer.state.save_to_json(str(options.folder / "final" / "trainer_state.json"))
-    print(json.dumps({"step": trainer.state.global_step, "epoch": trainer.state.epoch}))
+    if trainer.is_world_process_zero():  # which has made the directory
+        trainer.state.save_to_json(str(options.folder / "final" / "trainer_state.json"))
+        print(json.dumps({"step": trainer.state.global_step, "epoch": trainer.state.epoch}))
 
 
 if __name__ == "__main__":
