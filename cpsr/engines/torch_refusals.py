@@ -28,7 +28,7 @@ ACCELERATE = (
     "is accelerate's: pass engine_of(accelerator, model, optimizer, scheduler) of cpsr.integrations.accelerate to "
     "CPSRRecovery, and iterate over resume(recovery, loader) of that module"
 )
-FABRIC = "is Lightning Fabric's, which CPSR does not support: pass the objects that Fabric did not set up"
+FABRIC = "is Lightning Fabric's: take engine_of and Passes of cpsr.integrations.fabric"
 ENGINE = "is a DeepSpeed engine: pass it to CPSRRecovery itself, and neither wrap nor register it"
 DEEPSPEED = "belongs to a DeepSpeed engine: pass the engine to CPSRRecovery itself, and neither wrap nor register it"
 FSDP1 = (

@@ -22,6 +22,7 @@ from cpsr.config import CPSRConfig
 from cpsr.engines import TorchAdapter, adapt
 from cpsr.errors import ConfigError, UnsupportedEngineError
 from cpsr.integrations.accelerate import Passes, order_of_the_pass
+from cpsr.integrations.own_attributes import OwnAttributes
 from cpsr.life.events import Event, EventCallback, RolledBack
 from cpsr.life.hyperparameters import script_sentence
 from cpsr.recovery import CPSRRecovery
@@ -55,7 +56,7 @@ OF_ALL_RANKS = ("global_batch_size", "steps_of_a_pass")
 
 
 class TrainerProgress:
-    """What `trainer_state.json` holds, sums of the losses, and the callbacks that have a state.
+    """What `trainer_state.json` holds, sums of the losses, what a subclass keeps, and the callbacks that have a state.
 
     Args:
         trainer: inside `train()`, from `on_train_begin` on.
@@ -72,6 +73,7 @@ class TrainerProgress:
         self._script = [one.state()["args"] for one in self._exportable()]  # what the script gave to callbacks
         self._given = self._script  # what they were given in the run
         self._reported = False
+        self._own = OwnAttributes(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data and the tensor of the running sum of losses; the entries of the log are not copied."""
@@ -84,6 +86,7 @@ class TrainerProgress:
             },
             "sums": {name: getattr(trainer, name) for name in (*SUMS, "current_flos")},
             "loss": trainer._tr_loss.detach().clone(),
+            "own": self._own.state_dict(),
             "callbacks": [
                 [type(one).__name__, one.state(), given]
                 for one, given in zip(self._exportable(), self._given, strict=True)
@@ -106,6 +109,7 @@ class TrainerProgress:
         for name, value in state["sums"].items():
             setattr(trainer, name, value)
         trainer._tr_loss = torch.as_tensor(state["loss"]).clone().to(trainer.args.device)
+        self._own.load_state_dict(state.get("own", {}))  # a run of an earlier version has none
         self._load_callbacks(state["callbacks"])
         if state["max_steps"] <= trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the run had ended, and is to go on

@@ -19,6 +19,7 @@ MODULES = (
     "cpsr.integrations.transformers",
     "cpsr.integrations.accelerate",
     "cpsr.integrations.lightning",
+    "cpsr.integrations.fabric",
     "cpsr.hints",
 )
 HIDDEN = "\0"

@@ -32,8 +32,8 @@ class Options(LifeOptions):
     """What one life of the job does.
 
     Attributes:
-        loop: `Trainer` or `accelerate`, alone or `with DeepSpeed` or `with FSDP`, `accelerate unseeded`, or
-            `Lightning`.
+        loop: `Trainer` or `accelerate`, alone or `with DeepSpeed` or `with FSDP`, `accelerate unseeded`,
+            `Lightning` or `Fabric`.
         fault: the step after which rank 1 kills itself.
         save_steps: after how many the Trainer saves a checkpoint of its own; 0 for none.
         own_checkpoint: the one that the Trainer resumes, without CPSR.
@@ -98,7 +98,7 @@ def main(options: Options, rank: int, ranks: int) -> None:
     join_ranks(options.meeting)
     if "FSDP" in options.loop or options.loop == "accelerate with DeepSpeed":
         distribute_on_the_host()
-    train = {"accelerate": with_accelerate, "Lightning": with_lightning}.get(options.loop.split()[0], with_trainer)
+    train = LOOPS.get(options.loop.split()[0], with_trainer)
     torch.manual_seed(3)
     net = options.net()
     steps, losses = train(options, net)
@@ -213,7 +213,6 @@ def with_accelerate(options: Options, net: Net) -> Any:
 
 def with_lightning(options: Options, net: Net) -> Any:
     from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.plugins.environments import LightningEnvironment
     from lightning.pytorch.strategies import DDPStrategy
 
     from cpsr.integrations.lightning import CPSRCallback
@@ -233,9 +232,29 @@ def with_lightning(options: Options, net: Net) -> Any:
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             options.after_step(trainer.global_step)
 
-    class Joined(LightningEnvironment):  # type: ignore[misc]  # untyped here
-        """The processes are there already."""
+    seed_everything(3)
+    trainer = Trainer(
+        max_steps=options.iterations,
+        accumulate_grad_batches=options.accumulated,
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=DDPStrategy(cluster_environment=joined(), process_group_backend="gloo"),
+        callbacks=[CPSRCallback(options.config), AfterStep()],
+        default_root_dir=options.result.with_suffix(".lightning"),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Module(), DataLoader(options.items(), BATCH, shuffle=True))
+    return trainer.global_step, []
 
+
+def joined() -> Any:
+    """For Lightning: the processes are there already."""
+    from lightning.fabric.plugins.environments import LightningEnvironment
+
+    class Joined(LightningEnvironment):  # type: ignore[misc]  # untyped here
         @property
         def creates_processes_externally(self) -> bool:
             return True
@@ -246,19 +265,40 @@ def with_lightning(options: Options, net: Net) -> Any:
         def global_rank(self) -> int:
             return int(os.environ["RANK"])
 
-    seed_everything(3)
-    trainer = Trainer(
-        max_steps=options.iterations,
-        accumulate_grad_batches=options.accumulated,
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
-        strategy=DDPStrategy(cluster_environment=Joined(), process_group_backend="gloo"),
-        callbacks=[CPSRCallback(options.config), AfterStep()],
-        default_root_dir=options.result.with_suffix(".lightning"),
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Module(), DataLoader(options.items(), BATCH, shuffle=True))
-    return trainer.global_step, []
+    return Joined()
+
+
+def with_fabric(options: Options, net: Net) -> Any:
+    from lightning.fabric import Fabric
+    from lightning.fabric.strategies import DDPStrategy
+
+    from cpsr.integrations.fabric import Passes, engine_of
+
+    strategy = DDPStrategy(cluster_environment=joined(), process_group_backend="gloo")
+    fabric: Any = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    fabric.launch()
+    fabric.seed_everything(3)
+    model, optimizer = fabric.setup(net, torch.optim.AdamW(net.parameters(), 1e-2))
+    loader = fabric.setup_dataloaders(DataLoader(options.items(), BATCH, shuffle=True))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader, "batches": 0, "losses": []}
+    with CPSRRecovery(engine_of(model, optimizer, state=state), options.config) as recovery:
+        passes = Passes(recovery, loader)
+        while recovery.iteration < options.iterations:
+            for batch in passes:
+                state["batches"] += 1
+                accumulates = state["batches"] % options.accumulated != 0
+                with fabric.no_backward_sync(model, enabled=accumulates):
+                    loss = model(**batch)["loss"]
+                    fabric.backward(loss)
+                if accumulates:
+                    continue
+                optimizer.step()
+                optimizer.zero_grad()
+                state["losses"] = [*state["losses"], loss.item()]
+                options.after_step(recovery.iteration)
+                if recovery.iteration == options.iterations:
+                    break
+    return recovery.iteration, [state["batches"], *state["losses"]]
+
+
+LOOPS = {"accelerate": with_accelerate, "Lightning": with_lightning, "Fabric": with_fabric}

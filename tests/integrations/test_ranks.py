@@ -37,6 +37,7 @@ def _imported_once() -> Iterator[None]:
         pytest.param("Trainer with FSDP", "transformers", marks=pytest.mark.slow),
         ("accelerate", "accelerate"),
         pytest.param("Lightning", "lightning", marks=pytest.mark.slow),
+        ("Fabric", "lightning"),
     ],
 )
 def test_a_killed_job_continues_bit_for_bit(tmp_path: Path, loop: str, package: str) -> None:

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import os
 import signal
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,33 @@ class FailAt(TrainerCallback):  # type: ignore[misc]  # untyped here
             raise Stopped
 
 
-def trainer_of(tmp_path: Path, items: int = 21, adapted: bool = False, **arguments: Any) -> Any:
+class Counting(Trainer):  # type: ignore[misc]  # untyped here
+    """Keeps numbers of its own between two lines of the log, as trainers of TRL do."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.seen, self.setting = 0, "of this life"
+        self.of_lines: Any = {"train": defaultdict(list)}
+        self.last: Any = deque(maxlen=3)
+        self.batch: Any = None
+
+    def compute_loss(self, model: Any, inputs: Any, **named: Any) -> Any:
+        if model.training:
+            self.seen += len(inputs["input_ids"])
+            self.of_lines["train"]["first"].append(int(inputs["input_ids"][0, 0]))
+            self.last.append(int(inputs["input_ids"][0, 1]))
+            self.batch = [{"input_ids": inputs["input_ids"]}]
+        return super().compute_loss(model, inputs, **named)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        logs.update(seen=self.seen, first=sum(self.of_lines["train"]["first"]), last=list(self.last))
+        self.of_lines["train"].clear()
+        super().log(logs, start_time)
+
+
+def trainer_of(
+    tmp_path: Path, items: int = 21, adapted: bool = False, kind: type[Any] = Trainer, **arguments: Any
+) -> Any:
     set_seed(5)
     model = GPT2LMHeadModel(
         GPT2Config(
@@ -88,7 +115,7 @@ def trainer_of(tmp_path: Path, items: int = 21, adapted: bool = False, **argumen
         "disable_tqdm": True,
         "seed": 5,
     }
-    return Trainer(
+    return kind(
         model=model,
         args=TrainingArguments(output_dir=str(tmp_path / "trainer"), **{**settings, **arguments}),
         train_dataset=Pieces(items),  # 11 batches, 6 steps in a pass, the last one of a single batch
@@ -181,6 +208,19 @@ def test_the_run_continues_bit_for_bit(tmp_path: Path, at: int, interval: int, a
     assert isinstance(events[0], Restored)
     assert events[0].iteration == at // interval * interval
     assert ends_with(trainer) == uninterrupted(tmp_path, **arguments)
+
+
+def test_what_a_subclass_keeps_comes_back(tmp_path: Path) -> None:
+    """It lies in the containers that the subclass made; what training does not change is as the script has it."""
+    fail(tmp_path, 9, kind=Counting)
+    trainer = trainer_of(tmp_path, kind=Counting)
+    trainer.setting = "changed"
+    follow(trainer, tmp_path)
+    trainer.train()
+    assert ends_with(trainer) == uninterrupted(tmp_path, kind=Counting)
+    assert trainer.setting == "changed"
+    assert type(trainer.of_lines["train"]) is defaultdict
+    assert trainer.last.maxlen == 3
 
 
 def test_a_run_without_a_failure_is_that_without_cpsr(tmp_path: Path) -> None:
