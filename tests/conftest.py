@@ -28,6 +28,7 @@ STARTS_RANKS = {
     "tests.ranks.dumping_ranks",
     "tests.recovery.job",
     "tests.situations.lives",
+    "tests.stacks.lives",
     "tests.two_ranks",
 }
 # They begin first, in this order, or workers wait at the end for what one of them has left.
