@@ -27,6 +27,7 @@ from cpsr.state.data_recognition import difference_of_data, recognisable
 from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.host_random import restore_host_rng
 from cpsr.state.loader import LoaderHooks, ResumableLoader
+from cpsr.state.loader_around import dealer_of
 from cpsr.state.loader_kinds import is_repeating
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
@@ -179,7 +180,8 @@ class RunState:
 
     def stream(self, loader: Iterable[Any], epochs: int | None, repeat: bool) -> ResumableLoader:
         """The loader from the current position on: to the end of the current pass, of `epochs` passes, or forever."""
-        self._global_batch.require(loader)
+        dealer = dealer_of(loader)
+        self._global_batch.require(dealer)
         position = self.taken
         repeat = repeat or (epochs is None and is_repeating(loader))
         if self._stream is not None and position.batch and self._stream.loader is not loader:
@@ -212,11 +214,11 @@ class RunState:
         )
         if before is None:
             expect_other_loaders(self._data.others or 0)
-            self._require_same_data(loader)
+            self._require_same_data(dealer)
             self._stream.name_generators_in_workers()
         else:
             before.close(TWO_STREAMS)
-            self._recognised = recognisable(loader, self.objects)  # each pass may be given data of its own
+            self._recognised = recognisable(dealer, self.objects)  # each pass may be given data of its own
         return self._stream
 
     def _require_same_data(self, loader: Iterable[Any]) -> None:

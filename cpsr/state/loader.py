@@ -10,7 +10,7 @@ already trained, without loading them. A loader that has a state of its own cont
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
 from cpsr.state.host_random import capture_host_rng, restore_host_rng
+from cpsr.state.loader_around import Around, place_inside
 from cpsr.state.loader_generators import (
     data_generators,
     named_together,
@@ -47,8 +48,15 @@ from cpsr.state.loader_passes import (
     warn_of_other_length,
 )
 from cpsr.state.loader_state import LoaderState, has_more
-from cpsr.state.loader_workers import InTurn, WithState, prepared_workers
-from cpsr.state.small_state import DataPosition
+from cpsr.state.loader_workers import (
+    InTurn,
+    WithState,
+    begin_pass,
+    fetching_from_iterable,
+    loaders_began_in_pass,
+    prepared_workers,
+)
+from cpsr.state.small_state import DataPosition, capture_rng, restore_rng
 from cpsr.state.user_objects import Stateful
 
 __all__ = ["Draw", "LoaderHooks", "ResumableLoader"]
@@ -141,6 +149,11 @@ class ResumableLoader(Iterator[Any]):
     ) -> None:
         self.loader = loader
         self._loader = loader = getattr(loader, "loader", loader) if is_repeating(loader) else loader
+        given = loader
+        self._around: Around | None = None
+        if (place := place_inside(loader)) is not None:
+            self._around = Around(loader, place, self._drawn_from, self._draw_from)
+            self._loader = loader = vars(loader)[place]
         self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)
         # Of the first stream of a loader: later ones may have been made by the data set, and after a restart are not.
@@ -154,7 +167,8 @@ class ResumableLoader(Iterator[Any]):
         self._workers: InTurn | None = None if after is None else after._workers_after()
         self._follows_a_pass = after is not None
         self._hooks = hooks = LoaderHooks() if hooks is None else hooks
-        self._waiting = hooks.waiting if isinstance(loader, DataLoader) and loader.num_workers > 0 else nullcontext
+        waits = isinstance(loader, DataLoader) and loader.num_workers > 0 and self._around is None
+        self._waiting = hooks.waiting if waits else nullcontext
         self._iterator: Iterator[Any] | None = None
         self._ended: str | None = None  # why it gives no more batches
         self._thread: int | None = None  # that has opened it
@@ -166,6 +180,7 @@ class ResumableLoader(Iterator[Any]):
         self._until_epoch = until_epoch
         self._is_of_one_pass = until_epoch is not None and not sets_epoch
         self._sets_epoch = sets_epoch
+        self._given = given
 
     @property
     def can_seek(self) -> bool:
@@ -214,7 +229,15 @@ class ResumableLoader(Iterator[Any]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_loader" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(self._loader, name)
+        return getattr(self._given, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """What the loader has and the stream has not is the loader's."""
+        given = self.__dict__.get("_given")
+        if name in self.__dict__ or name.startswith("_") or not hasattr(given, name):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(given, name, value)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_of_one_pass and (self._iterated or self.position.epoch >= (self._until_epoch or 0)):
@@ -254,7 +277,7 @@ class ResumableLoader(Iterator[Any]):
                 with self._hooks.loading():
                     self._iterator = self._open()
             try:
-                with self._hooks.loading(), self._waiting():
+                with self._hooks.loading(), self._waiting(), self._fetching():
                     batch = next(self._iterator)
             except StopIteration:
                 self._end_pass()
@@ -302,7 +325,8 @@ class ResumableLoader(Iterator[Any]):
         workers = position.workers
         if self._workers is not None and position.epoch == self.position.epoch and position.batch:
             workers = {"epoch": position.epoch, **self._workers.at(position.batch)}
-        return replace(position, loader=newest if usable else position.loader, workers=workers)
+        newest = newest if usable else position.loader
+        return replace(position, loader=newest, workers=workers, fetched=self._fetched_ahead(position))
 
     def saved_position(self) -> DataPosition:
         """The position for a checkpoint, with the states from which the loader continues there."""
@@ -319,7 +343,15 @@ class ResumableLoader(Iterator[Any]):
         if loader is not None:
             loader["generators"] = states_of(self._generators if between else without_state(self._generators))
             self._newest = loader
-        return replace(position, loader=loader, workers=self._worker_states(between))
+        fetched = self._fetched_ahead(position)
+        return replace(position, loader=loader, workers=self._worker_states(between), fetched=fetched)
+
+    def _fetched_ahead(self, position: DataPosition) -> dict[str, Any] | None:
+        """What the loader around the DataLoader has fetched beyond a batch of the current pass."""
+        if self._around is None or position.epoch != self.position.epoch:
+            return None
+        states = self._around.ahead(position.batch)
+        return {"epoch": position.epoch, "batch": position.batch, "states": states} if states else None
 
     def _worker_states(self, between: bool) -> dict[str, Any] | None:
         """Random states of workers that take the batches in turn, at the newest round that is known."""
@@ -349,6 +381,7 @@ class ResumableLoader(Iterator[Any]):
             )
         if self._workers is not None:
             self._workers.end_pass(self.position.batch)
+        begin_pass()
         self._iterator = None
         self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
         self.position = dealt(self.position, self._loader, self._length)
@@ -437,7 +470,7 @@ class ResumableLoader(Iterator[Any]):
     def _seeding_pass(self, position: DataPosition) -> int | None:
         """The pass that seeds the workers of the next pass, in a run that nothing disturbs: see `DataPosition`."""
         if not has_persistent_workers(self._base):
-            return None
+            return position.seeded
         if getattr(self._base, "_iterator", None) is None and not getattr(self._base, CONTINUED, False):
             return position.epoch
         return -1 if position.seeded is None else position.seeded  # -1: the script has begun a pass before the run
@@ -450,7 +483,19 @@ class ResumableLoader(Iterator[Any]):
 
     def _draws_seed(self, epoch: int) -> bool:
         """Whether a run that nothing disturbs draws a seed for the loader's workers at the beginning of this pass."""
-        return self.position.seeded is None or self.position.seeded == epoch
+        return not has_persistent_workers(self._base) or self.position.seeded in (None, epoch)
+
+    @contextmanager
+    def _fetching(self) -> Iterator[None]:
+        """Batches are fetched; an iterable of the user's may begin a loader of its own for that."""
+        epoch, seeded = self.position.epoch, self.position.seeded
+        if isinstance(self._loader, DataLoader) or self._state.usable:
+            yield
+            return
+        with fetching_from_iterable(again=seeded == epoch):
+            yield
+        if seeded != epoch and loaders_began_in_pass():
+            self.position = replace(self.position, seeded=epoch)
 
     def _skip(self, batches: int) -> None:
         """Fetch and drop further batches, also across the ends of passes."""
@@ -474,18 +519,31 @@ class ResumableLoader(Iterator[Any]):
             workers: saved random states of workers, of any position.
         """
         self._set_epoch(epoch)
+        begin_pass()
         if not is_plain(self._loader):
             with self._starting_workers(epoch, WithState() if self._state.usable else None):
                 iterator = iter(self._loader)
             if not isinstance(self._loader, Calls):
-                next(islice(iterator, skip, skip), None)
+                with self._fetching():
+                    next(islice(iterator, skip, skip), None)
             return iterator
+        iterator = self._rest_of_plain(self._loader, epoch, skip, workers)
+        if self._around is None:
+            return iterator
+        fetched = self.position.fetched or {}
+        follows = (fetched.get("epoch"), fetched.get("batch")) == (epoch, skip)
+        return self._around.iterate(iterator, skip, fetched["states"] if follows else [])
+
+    def _rest_of_plain(
+        self, loader: DataLoader[Any], epoch: int, skip: int, workers: dict[str, Any] | None
+    ) -> Iterator[Any]:
+        """As `_pass`, of a map-style DataLoader."""
         dealing = Dealing.saved_in(self.position)
         if dealing is not None and dealing.samples and epoch == self.position.epoch:  # begun on other ranks
             self._workers = None
             with self._starting_workers(epoch):
-                return skipped(self._loader, skip - dealing.first_batch, rest_of_pass(self._loader, dealing.samples))
-        loader, first, resumed = self._loader, skip, None
+                return skipped(loader, skip - dealing.first_batch, rest_of_pass(loader, dealing.samples))
+        first, resumed = skip, None
         if loader.num_workers and workers is not None and workers["epoch"] == epoch:
             ahead = skip - workers["batch"]
             if workers["workers"] == loader.num_workers and 0 <= ahead < loader.num_workers:
@@ -548,6 +606,14 @@ class ResumableLoader(Iterator[Any]):
                 named_together(self._data_generators),
             )
 
+    def _drawn_from(self) -> dict[str, Any]:
+        """What a loader around the DataLoader may draw from: states of the host and a GPU, generators of the data."""
+        return {**capture_rng(_gpu()), "data": self.data_states()}
+
+    def _draw_from(self, states: dict[str, Any]) -> None:
+        restore_rng(states, _gpu())
+        self.restore_data_states(states["data"])
+
     def restore_data_states(self, states: dict[str, Any]) -> None:
         """Restore what `data_states` returned."""
         restore_states(self._data_generators, states)
@@ -570,3 +636,9 @@ class ResumableLoader(Iterator[Any]):
     def _restore(self, states: dict[str, Any]) -> None:
         restore_host_rng(states["host"])
         restore_states(self._generators, states["generators"])
+
+
+def _gpu() -> torch.device | None:
+    """The current one of this process, where it uses any."""
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # untyped in torch
+    return torch.device("cuda", torch.cuda.current_device()) if used else None

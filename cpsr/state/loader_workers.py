@@ -35,7 +35,16 @@ import torch
 from torch.utils.data import DataLoader, dataloader, get_worker_info
 from torch.utils.data._utils import fetch
 
-__all__ = ["InTurn", "WithState", "count_other_loaders", "expect_other_loaders", "prepared_workers"]
+__all__ = [
+    "InTurn",
+    "WithState",
+    "begin_pass",
+    "count_other_loaders",
+    "expect_other_loaders",
+    "fetching_from_iterable",
+    "loaders_began_in_pass",
+    "prepared_workers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +68,10 @@ _DATASET, _RANDOM = "dataset", "cpsr_random_states"
 # For workers that start now: what keeps their random states (None: nothing), and whether they go on for workers of an
 # earlier life, and so draw no seed (None: they are of another loader than the run's).
 _requested: ContextVar[tuple["InTurn | WithState | None", bool | None]] = ContextVar("_requested", default=(None, None))
+
+# In a fetch from an iterable of the user's, which may begin a loader of its own: whether the pass runs for a second
+# time, and that loader drew its seed in the first one.
+_fetching: ContextVar[bool | None] = ContextVar("_fetching", default=None)
 
 
 @contextmanager
@@ -165,10 +178,15 @@ class _Beginning:
 
 
 class _OtherLoaders:
-    """Loaders with persistent workers beside that of the run, as one of evaluations: each draws one seed in a run."""
+    """Loaders with persistent workers beside that of the run, as one of evaluations: each draws one seed in a run.
+
+    Also those that an iterable of the user's begins when a batch is fetched from it. A restart inside a pass runs the
+    pass again from its beginning, so that those that began in it draw once more.
+    """
 
     def __init__(self) -> None:
         self._live: WeakSet[Any] = WeakSet()
+        self._of_pass: WeakSet[Any] = WeakSet()
         self._expected = 0  # that had begun before this life, and not yet in it
 
     def expect(self, count: int) -> None:
@@ -180,16 +198,44 @@ class _OtherLoaders:
         if not loader.persistent_workers:
             return False
         self._live.add(loader)
+        again = _fetching.get()
+        if again is not None:
+            self._of_pass.add(loader)
+        if again:
+            return False
         before, self._expected = self._expected > 0, max(0, self._expected - 1)
         return before
 
     def count(self) -> int:
-        """How many have drawn their seeds, and still have their workers."""
-        return self._expected + sum(one._iterator is not None for one in self._live)
+        """How many have drawn their seeds, and still have their workers; without those that began in this pass."""
+        return self._expected + sum(one._iterator is not None for one in self._live if one not in self._of_pass)
+
+    def begin_pass(self) -> None:
+        """A pass over the data begins, or has ended."""
+        self._of_pass = WeakSet()
+
+    def began_in_pass(self) -> bool:
+        """Whether fetching batches has begun some in this pass."""
+        return len(self._of_pass) > 0
 
 
 _others = _OtherLoaders()
 expect_other_loaders, count_other_loaders = _others.expect, _others.count
+begin_pass, loaders_began_in_pass = _others.begin_pass, _others.began_in_pass
+
+
+@contextmanager
+def fetching_from_iterable(*, again: bool) -> Iterator[None]:
+    """Inside, a batch is fetched from an iterable of the user's, whose loaders begin now.
+
+    Args:
+        again: whether they had begun in this pass before the restart.
+    """
+    outside = _fetching.set(again)
+    try:
+        yield
+    finally:
+        _fetching.reset(outside)
 
 
 def _copied_generator(loader: Any) -> torch.Generator:

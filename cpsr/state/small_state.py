@@ -53,6 +53,8 @@ class DataPosition:
         states: random states that decide the order of that pass (see `cpsr.state.loader`).
         loader: the newest saved state of the loader, of this batch or an earlier one (see `cpsr.state.loader_state`).
         workers: random states of the loader's workers (see `cpsr.state.loader_workers`).
+        fetched: random states from which a loader around the DataLoader has fetched batches after this one, and of
+            which batch (see `cpsr.state.loader_around`).
         dealing: how the samples of this pass are dealt to ranks (see `cpsr.state.loader_passes`).
         ahead: random states of the host from which batches after this one were drawn that the loop had not trained yet,
             oldest first; those of training are then those after them.
@@ -77,6 +79,7 @@ class DataPosition:
     data: dict[str, Any] | None = None
     seeded: int | None = None
     others: int | None = None
+    fetched: dict[str, Any] | None = None
 
     def after_a_batch(self) -> "DataPosition":
         """The position one batch later; at the end of a pass still in that pass."""

@@ -89,6 +89,15 @@ def test_a_script_that_exits_before_it_trains_is_not_started_again_and_gets_its_
     assert (tmp_path / "starts").read_text() == '["--verbose", "--help"]'
 
 
+def test_what_the_environments_own_sitecustomize_keeps_lives_on(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import tempfile\nkept = tempfile.TemporaryDirectory()\n")
+    (tmp_path / "train.py").write_text("import os, sitecustomize\nos.rmdir(sitecustomize.kept.name)\nexit(7)\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=1", "train.py"], {"PYTHONPATH": path}) as launched:
+        assert launched.wait() == 1
+        assert "Rank 0 ended with status 7" in launched.output, launched.output
+
+
 def test_a_killed_rank_is_started_again_and_an_error_before_the_run_is_final(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(FAILS)
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))

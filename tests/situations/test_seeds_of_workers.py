@@ -1,5 +1,6 @@
 """Data that draws in workers, persistent or not: torch's draws undisturbed, and bit for bit after kills."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 
 from cpsr import CPSRRecovery, TorchAdapter
 from tests.situations.drawing import drawing_loader
-from tests.situations.lives import Life, backward, digest, forked, live
+from tests.situations.lives import Life, alone_and_cut, backward, digest, forked, live
 
 PASSES = 4
 
@@ -70,3 +71,31 @@ def test_workers_draw_what_they_draw_without_cpsr(workers: Any, tmp_path: Path) 
     assert restored > 0
     assert losses == whole[-len(losses) :]
     assert trained == expected
+
+
+def again_and_again(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+def over_a_generator(life: Life) -> Any:
+    """The workers start when the first batch is asked for, and not when the loop begins."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
+        for inputs, targets in recovery.resume(again_and_again(drawing_loader(persistent=True))):
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            backward(loss)
+            optimizer.step()
+            life.step(recovery.iteration)
+            if recovery.iteration == 8:
+                break
+    return [loss.item(), digest(model)]
+
+
+def test_workers_behind_a_generator_draw_the_same_numbers_again(tmp_path: Path) -> None:
+    alone, cut = alone_and_cut(over_a_generator, tmp_path, at=7)
+    assert "continues at iteration" in cut.output
+    assert cut.result == alone.result

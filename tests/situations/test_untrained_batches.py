@@ -44,10 +44,34 @@ class Noisy(Dataset[torch.Tensor]):
         return ROWS[index] + 0.1 * torch.rand(8) + 0.1 * random.random()
 
 
+class FetchesAhead:
+    """As timm's PrefetchLoader: it has the next batch, and has drawn for it, while the loop trains on this one."""
+
+    def __init__(self, loader: DataLoader[torch.Tensor]) -> None:
+        self.loader, self.noise = loader, 0.1
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        held = None
+        for batch in self.loader:
+            following = batch + self.noise * (torch.rand(8) + random.random())
+            if held is not None:
+                yield held
+            held = following
+        if held is not None:
+            yield held
+
+
 SOURCES: dict[str, Callable[[], Any]] = {
     "generator": one_after_another,
     "function": lambda: drawn,
     "loader": lambda: DataLoader(Noisy(), batch_size=8, shuffle=True),
+    "ahead": lambda: FetchesAhead(DataLoader(Noisy(), batch_size=16, shuffle=True)),
+    "ahead, workers": lambda: FetchesAhead(
+        DataLoader(Noisy(), batch_size=16, shuffle=True, num_workers=1, persistent_workers=True)
+    ),
     "workers": lambda: DataLoader(TensorDataset(ROWS), batch_size=8, shuffle=True, num_workers=1),
 }
 
@@ -138,6 +162,36 @@ def test_batches_drawn_after_the_forward_of_several(tmp_path: Path) -> None:
 def test_batches_drawn_before_the_forward(source: str, depth: int, how: signal.Signals, tmp_path: Path) -> None:
     alone, cut = alone_and_cut(drawn_before_the_forward, tmp_path, at=13, how=how, source=source, depth=depth)
     assert cut.result == alone.result
+
+
+def in_passes(life: Life) -> Any:
+    """Ten batches in each of two passes; the second has less noise, as timm turns its mixup off."""
+    model, optimizer, source = start(life)
+    noises, losses = [], []
+    with CPSRRecovery(TorchAdapter(model, optimizer), life.config()) as recovery:
+        for number in range(recovery.epoch, 2):
+            stream = recovery.resume(source)
+            stream.noise = 0.1 / (1 + number)
+            noises.append(source.noise)
+            for batch in stream:
+                loss = (model(batch) - batch).square().mean()
+                optimizer.zero_grad()
+                backward(loss)
+                optimizer.step()
+                losses.append(loss.item())
+                life.step(recovery.iteration)
+    return [losses, digest(model), noises[-1]]
+
+
+@pytest.mark.parametrize("source", ["ahead", "ahead, workers"])
+@pytest.mark.parametrize("at", [8, 18])
+def test_batches_that_the_loader_itself_fetches_ahead(source: str, at: int, tmp_path: Path) -> None:
+    alone, cut = alone_and_cut(in_passes, tmp_path, at=at, source=source)
+    (losses, *expected), (again, *trained) = alone.result, cut.result
+    assert len(again) < len(losses) == 20
+    assert again == losses[-len(again) :]
+    assert trained == expected
+    assert expected[-1] == 0.05
 
 
 def test_a_loop_that_draws_a_batch_and_leaves(tmp_path: Path) -> None:

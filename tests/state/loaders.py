@@ -196,6 +196,24 @@ class CountingBatches:
         return iter(torch.randperm(6, generator=seeded(self.passes))[:, None])
 
 
+class Around:
+    """A loader around a DataLoader, as timm's PrefetchLoader: it augments too, and may fetch some batches ahead."""
+
+    def __init__(self, inside: Any, ahead: int) -> None:
+        self.inside, self.depth = inside, ahead
+
+    def __len__(self) -> int:
+        return len(self.inside)
+
+    def __iter__(self) -> Iterator[Any]:
+        held: list[Any] = []
+        for batch in self.inside:
+            held.append((batch, noise()))
+            if len(held) > self.depth:
+                yield held.pop(0)
+        yield from held
+
+
 def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -228,6 +246,9 @@ SKIPPED: dict[str, Callable[[], Any]] = OWN_ORDER | {
     "counting batches": CountingBatches,
     "unbatched": lambda: DataLoader(Items(), None, shuffle=True, generator=seeded(4)),
     "without a state": lambda: DataLoader(Stateless(), BATCH),
+    "around another": lambda: Around(shuffled(DataLoader), 0),
+    "around another, ahead": lambda: Around(shuffled(DataLoader), 1),
+    "around another, far ahead": lambda: Around(shuffled(DataLoader, generator=seeded(1)), 4),
 }
 # They go on from their state, reading nothing twice.
 AT_ONCE: dict[str, Callable[[], Any]] = {
@@ -252,6 +273,9 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "torchdata, persistent workers": lambda: shuffled(num_workers=WORKERS, persistent_workers=True),
     "torchdata, stream, workers": lambda: StatefulDataLoader(Stream(), BATCH, num_workers=WORKERS),
     "shuffled, persistent workers": lambda: shuffled(DataLoader, num_workers=WORKERS, persistent_workers=True),
+    "around another, ahead, persistent workers": lambda: Around(
+        shuffled(DataLoader, num_workers=WORKERS, persistent_workers=True), 1
+    ),
     "torchdata, one generator for all, workers": lambda: shuffled(num_workers=WORKERS, generator=seeded(1)),
     "torchdata, rare snapshots": lambda: shuffled(num_workers=WORKERS, snapshot_every_n_steps=4),
     "torchdata, global generator, workers": lambda: StatefulDataLoader(
@@ -281,7 +305,7 @@ WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "stream, workers": lambda: DataLoader(Stream(), BATCH, num_workers=WORKERS),
 }
 LOADERS = SKIPPED | AT_ONCE | WITH_WORKERS
-OFTEN = list(WITH_WORKERS)[:4]  # the others are slow tests
+OFTEN = list(WITH_WORKERS)[:5]  # the others are slow tests
 
 
 def seed(number: int) -> None:

@@ -38,4 +38,5 @@ else:
 
 _own = PathFinder.find_spec("sitecustomize", sys.path)
 if _own is not None and _own.loader is not None:
-    _own.loader.exec_module(module_from_spec(_own))
+    sys.modules["sitecustomize"] = _module = module_from_spec(_own)  # so that what it keeps lives on
+    _own.loader.exec_module(_module)
