@@ -19,16 +19,12 @@ from datasets import Dataset
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.tools import utils
 
-HOST: dict[str, Any] = {
-    "current_device": lambda: 0,
-    "get_device_name": lambda device: "CPU",
-    "get_device_properties": lambda device: SimpleNamespace(total_memory=1),
-    "memory_stats": lambda device: {},
-    "reset_peak_memory_stats": lambda: None,
-    "empty_cache": lambda: None,
-}
+HOST = SimpleNamespace(**vars(torch.cpu))
+HOST.current_device, HOST.get_device_name, HOST.memory_stats = lambda: 0, lambda device: "CPU", lambda device: {}
+HOST.get_device_properties = lambda device: SimpleNamespace(total_memory=1)
+HOST.reset_peak_memory_stats = HOST.empty_cache = lambda: None
 if not torch.cuda.is_available():  # torchtitan would take CUDA all the same; its other modules copy these two
-    utils.device_type, utils.device_module = "cpu", SimpleNamespace(**vars(torch.cpu) | HOST)  # type: ignore[assignment]
+    utils.device_type, utils.device_module = "cpu", HOST  # type: ignore[assignment]
 
 from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss  # noqa: E402
@@ -36,8 +32,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.config import DebugConfig, ParallelismConfig, TrainingConfig  # noqa: E402
 from torchtitan.distributed import utils as dist_utils  # noqa: E402
-from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
-from torchtitan.hf_datasets.text_datasets import DATASETS, HuggingFaceTextDataLoader  # noqa: E402
+from torchtitan.hf_datasets import DatasetConfig, text_datasets  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3 import model_registry  # noqa: E402
 from torchtitan.tools.logging import init_logger  # noqa: E402
@@ -45,7 +40,6 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 from cpsr import CPSRRecovery, TorchAdapter  # noqa: E402
 
-STEPS = 24
 LINES = [line for line in Path(__file__).read_text(encoding="utf-8").splitlines() if line]  # what the model learns
 
 
@@ -58,7 +52,6 @@ class Bytes(BaseTokenizer):
 
     def __init__(self, config: Config, *, tokenizer_path: str) -> None:
         super().__init__()
-        self.eos_id = 0
 
     def encode(self, text: str, **_: bool) -> list[int]:
         return [*text.encode(), 0]
@@ -73,21 +66,20 @@ class Bytes(BaseTokenizer):
 class RecoverableTrainer(Trainer):
     """What a Trainer needs for CPSR, and for this example a kill."""
 
-    run_dir: Path
+    folder: Path
     kill_at: int | None
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """The Trainer calls this once, after it has loaded a checkpoint of its own: CPSR's state is the newer one."""
         model, optimizers, schedulers = self.model_parts[0], list(self.optimizers), list(self.lr_schedulers)
-        steps = self.gradient_accumulation_steps
-        adapter = TorchAdapter(model, optimizers, schedulers, micro_batches_per_iteration=steps)
-        config = {"run_dir": str(self.run_dir), "mode": "exact", "checkpoint": {"interval_iterations": 5}}
+        batches = self.gradient_accumulation_steps
+        adapter = TorchAdapter(model, optimizers, schedulers, micro_batches_per_iteration=batches)
+        checkpoint = {"interval_iterations": 5}
+        config = {"run_dir": str(self.folder / "cpsr"), "mode": "exact", "checkpoint": checkpoint}
         self.losses: dict[str, float] = {}
         self.recovery = CPSRRecovery(adapter, config).open()
         if self.step and not self.recovery.iteration:
-            raise ValueError(
-                "torchtitan's checkpoint is of a run without CPSR, which follows a run from its first step"
-            )
+            raise ValueError("torchtitan has loaded a checkpoint, and CPSR follows a run from its first step")
         self.recovery.register("trainer", self)
         self.recovery.register("losses", self.losses)
         self.step = self.recovery.iteration
@@ -102,7 +94,7 @@ class RecoverableTrainer(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
         if self.step == self.kill_at and self.recovery.restored.restored_iteration == 0 and os.environ["RANK"] == "1":
-            while not any(self.run_dir.glob("checkpoints/step-*/COMMIT")):  # else it would begin anew
+            while not any(self.folder.glob("cpsr/checkpoints/step-*/COMMIT")):  # else it would begin anew
                 time.sleep(0.02)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -118,8 +110,8 @@ def main() -> None:
     options = parser.parse_args()
 
     init_logger()
-    DATASETS["lines"] = DatasetConfig(
-        path="", loader=lambda path: Dataset.from_dict({"text": LINES}), sample_processor=lambda row: row["text"]
+    text_datasets.DATASETS["lines"] = DatasetConfig(
+        "", lambda _: Dataset.from_dict({"text": LINES}), lambda row: row["text"]
     )
     spec = model_registry("debugmodel")
     spec.model.layers = spec.model.layers[:2]
@@ -129,24 +121,24 @@ def main() -> None:
         model_spec=spec,
         dump_folder=str(options.folder / "titan"),
         tokenizer=Bytes.Config(),
-        dataloader=HuggingFaceTextDataLoader.Config(dataset="lines"),
+        dataloader=text_datasets.HuggingFaceTextDataLoader.Config(dataset="lines"),
         optimizer=default_adamw(lr=1e-3),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=4),
         training=TrainingConfig(
-            local_batch_size=2, global_batch_size=8, seq_len=64, steps=STEPS, disable_cuda_graphs=True
+            local_batch_size=2, global_batch_size=8, seq_len=64, steps=24, disable_cuda_graphs=True
         ),
         checkpoint=CheckpointManager.Config(enable=True, interval=12),  # torchtitan's own, beside those of CPSR
-        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),  # the default needs a newer torch than 2.13
         loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=2048)),
         debug=DebugConfig(seed=7),
     )
-    if not hasattr(torch.distributed, "set_timeout"):
+    if not hasattr(torch.distributed, "set_timeout"):  # likewise
         dist_utils.set_pg_timeouts = lambda **_: None
     trainer = RecoverableTrainer(config)
+    trainer.folder, trainer.kill_at = options.folder, options.kill_at
     for module in trainer.model_parts[0].modules():
         if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    trainer.run_dir, trainer.kill_at = options.folder / "cpsr", options.kill_at
+            module.set_force_sum_reduction_for_comms(True)  # gloo has none that divides
     trainer.train()
     trainer.close()
 

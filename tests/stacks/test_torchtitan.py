@@ -1,4 +1,4 @@
-"""The example of torchtitan: killed and started again it comes back bit for bit, with its own loader and checkpoints."""
+"""The example of torchtitan comes back bit for bit, with torchtitan's own loader and beside its own checkpoints."""
 
 import subprocess
 from pathlib import Path
