@@ -23,7 +23,15 @@ from cpsr.engines.optimizer_entry import StateEntry
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.small_state import capture_rng, restore_rng
 
-__all__ = ["Leaf", "expected_leaves", "is_trial", "numbers_of_gradients", "require_one_step", "unhooked"]
+__all__ = [
+    "Leaf",
+    "expected_leaves",
+    "held_optimizers",
+    "is_trial",
+    "numbers_of_gradients",
+    "require_one_step",
+    "unhooked",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +148,7 @@ def require_one_step(optimizer: torch.optim.Optimizer) -> None:
             f"{kind.__name__}.step needs {', '.join(needed)}: it runs the module many times in one step, which CPSR "
             "cannot follow; use an optimizer that steps once per backward"
         )
-    held = [name for name, value in vars(optimizer).items() if _holds_optimizer(value)]
+    held = [name for name, value in vars(optimizer).items() if _optimizers_in(value)]
     if held or vars(optimizer).get("param_groups") is not optimizer.param_groups:
         raise UnsupportedEngineError(
             f"{kind.__name__} wraps another optimizer ({', '.join(held) or 'in its param_groups'}), whose state CPSR "
@@ -158,9 +166,14 @@ def unhooked(step: Any) -> Any:
     return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
 
 
-def _holds_optimizer(value: Any) -> bool:
+def held_optimizers(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Those that a wrapper, or a container, has in its attributes."""
+    return [one for value in vars(optimizer).values() for one in _optimizers_in(value)]
+
+
+def _optimizers_in(value: Any) -> list[torch.optim.Optimizer]:
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(one, torch.optim.Optimizer) for one in inside)
+    return [one for one in inside if isinstance(one, torch.optim.Optimizer)]
 
 
 def _step_once(trial: torch.optim.Optimizer, tensor: torch.Tensor, size: float = GRADIENT) -> None:

@@ -109,7 +109,7 @@ class TrainerProgress:
         for name, value in state["sums"].items():
             setattr(trainer, name, value)
         trainer._tr_loss = torch.as_tensor(state["loss"]).clone().to(trainer.args.device)
-        self._own.load_state_dict(state.get("own", {}))  # a run of an earlier version has none
+        self._own.load_state_dict(state["own"])
         self._load_callbacks(state["callbacks"])
         if state["max_steps"] <= trainer.state.global_step < trainer.state.max_steps:
             trainer.control.should_training_stop = False  # the run had ended, and is to go on

@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from cpsr.engines import EngineAdapter, TorchAdapter
 from cpsr.engines.distributed_tensors import local
 from cpsr.engines.hooks import Hooks
-from cpsr.engines.optimizer_layout import is_trial
+from cpsr.engines.optimizer_layout import held_optimizers, is_trial
 from cpsr.errors import UnsupportedEngineError
 from cpsr.state.user_objects import stateful
 
@@ -94,7 +94,8 @@ class Unsaved:
         ours = self._adapter.optimizers
         if any(one.state is optimizer.state for one in ours):
             return  # another face of the engine's
-        if any(one.param_groups is optimizer.param_groups for one in ours) and not optimizer.state:
+        shares = any(one.param_groups is optimizer.param_groups for one in ours)
+        if (shares or _contains(optimizer, self._followed)) and not optimizer.state:
             return  # a wrapper; with state of its own it is found at the next step
         if any(id(one) in self._followed for one in _callers()):
             return  # a part of the engine's
@@ -159,8 +160,8 @@ class Unsaved:
 
     def _saved(self) -> list[Any]:
         """The objects whose `state_dict` a checkpoint calls; found by a profiler, and so not under another one."""
-        objects = [*self._adapter.loop_parts, *self._registered()]
-        held = [part for one in objects for part in (one, *getattr(one, "__dict__", {}).values())]
+        parts, registered = self._adapter.loop_parts, list(self._registered())
+        held = [*registered, *(part for one in parts for part in (one, *getattr(one, "__dict__", {}).values()))]
 
         def note(frame: types.FrameType, event: str, _: Any) -> None:
             if event == "call" and frame.f_code.co_name == "state_dict":
@@ -168,11 +169,17 @@ class Unsaved:
 
         sys.setprofile(note)
         try:
-            for one in objects:
+            for one in (*parts, *registered):
                 stateful("", one).state_dict()
         finally:
             sys.setprofile(None)
         return held
+
+
+def _contains(optimizer: Optimizer, followed: frozenset[int]) -> bool:
+    """Whether it steps optimizers of the engine, and its groups have nothing but the parameters."""
+    bare = all(group.keys() <= {"params", "param_names"} for group in optimizer.param_groups)
+    return bare and any(id(one) in followed for one in held_optimizers(optimizer))
 
 
 def _callers() -> Iterator[Any]:

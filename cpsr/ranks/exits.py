@@ -44,10 +44,11 @@ BEGAN = "started"
 # A launcher ends the other ranks once one has ended: a rank that ended later than this after the first was terminated.
 FIRST_SECONDS = 2.0
 SIGTERM_STATUS = 128 + signal.SIGTERM
-# Messages of gloo, NCCL, torch and CPSR in a rank whose peer is gone.
+# Messages of gloo (with its source file), NCCL, torch and CPSR in a rank whose peer is gone. That a backend cannot do
+# something is the script's own error, and would come again.
 _LOST_ANOTHER = re.compile(
-    r"gloo|nccl(?! built in)|connection (closed|reset|refused)|broken pipe|timed out|wait timeout|failed to recv|"
-    r"\bpeer\b|given up rank|process of rank \d+ has ended|left its loop",
+    r"gloo/|gloo connect|(?<!with )nccl(?! built in)|connection (closed|reset|refused)|broken pipe|timed out|"
+    r"wait timeout|failed to recv|\bpeer\b|given up rank|process of rank \d+ has ended|left its loop",
     re.IGNORECASE,
 )
 _NAME = re.compile(r"life-(\d+)-rank-(\d+)-(launcher|rank)\.json")

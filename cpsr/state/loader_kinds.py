@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 __all__ = [
     "Calls",
+    "base_of",
     "has_own_iteration",
     "has_persistent_workers",
     "index_sampler",
@@ -54,9 +55,13 @@ def is_repeating(loader: Any) -> bool:
 
 def is_a(given: Any, package: str, name: str) -> bool:
     """Whether its class is, or comes from, that of another package or module, which is not imported here."""
-    return any(
-        base.__name__ == name and f"{base.__module__}.".startswith(f"{package}.") for base in type(given).__mro__
-    )
+    return base_of(given, package, name) is not None
+
+
+def base_of(given: Any, package: str, name: str) -> Any:
+    """That class of another package or module, which its class is or comes from; None where it does not."""
+    named = (base for base in type(given).__mro__ if base.__name__ == name)
+    return next((base for base in named if f"{base.__module__}.".startswith(f"{package}.")), None)
 
 
 def has_persistent_workers(loader: Any) -> bool:

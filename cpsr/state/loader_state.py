@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Se
 
 from cpsr.errors import RecoveryError
 from cpsr.state import codec
-from cpsr.state.loader_kinds import has_own_iteration, has_persistent_workers, index_sampler, is_a
+from cpsr.state.loader_kinds import base_of, has_own_iteration, has_persistent_workers, index_sampler, is_a
 from cpsr.state.small_state import DataPosition
 
 __all__ = ["LoaderState", "has_more", "report_once"]
@@ -24,6 +24,7 @@ __all__ = ["LoaderState", "has_more", "report_once"]
 logger = logging.getLogger(__name__)
 
 _OF_DATASET = ("dataset_state", "dataset_iter_state")  # in the state of a StatefulDataLoader
+_OF_TORCHDATA = "_iterator_finished"  # in every state of a StatefulDataLoader
 _NOTHING = object()
 
 
@@ -41,7 +42,8 @@ class LoaderState:
     def __init__(self, loader: Iterable[Any]) -> None:
         self._loader = loader
         self._dataset = loader.dataset if isinstance(loader, DataLoader) else loader
-        self.is_torchdata = is_a(loader, "torchdata", "StatefulDataLoader")
+        self._torchdata = base_of(loader, "torchdata", "StatefulDataLoader")
+        self.is_torchdata = self._torchdata is not None
         self.was_loaded = False
         self._holder = None
         if is_a(self._dataset, "datasets", "IterableDataset"):
@@ -70,8 +72,9 @@ class LoaderState:
             return None
         name = type(self._holder).__name__
         try:
-            state = self._holder.state_dict()
-            codec.encode(state, "state_dict()")
+            given, unpacked = self._read()
+            codec.encode(given, "state_dict()")
+            state = copy.deepcopy(given)  # a dataset may give the very lists that it goes on filling
         except Exception as error:  # the user's; training does not need it
             self._give_up(f"the state of the {name} is not saved ({type(error).__name__}: {error}).")
             logger.debug("state_dict() of the %s failed", name, exc_info=True)
@@ -79,10 +82,13 @@ class LoaderState:
         if not state:
             return None
         if self.is_torchdata and streams and not _is_of_dataset(state):
-            self._give_up(f"the {type(self._dataset).__name__} has neither state_dict nor load_state_dict.")
+            name = type(self._dataset).__name__
+            packed = f"the state of the {type(self._loader).__name__} does not show that of the {name}."
+            none = f"the {name} has neither state_dict nor load_state_dict."
+            self._give_up(packed if _has_state(self._dataset) else none)
             return None
         of_batch = {"batches": position.batches, "epoch": position.epoch, "batch": position.batch}
-        return {"state": state, **of_batch, "between": between, "workers": workers}
+        return {"state": state, **of_batch, "between": between, "workers": workers, "unpacked": unpacked}
 
     def continues(self, saved: dict[str, Any] | None, position: DataPosition) -> bool:
         """Whether the loader can be brought to a position from a saved state; False: it is skipped to it."""
@@ -114,7 +120,11 @@ class LoaderState:
         self.was_loaded = True
         try:
             # A copy: it may be changed in place, and a roll-back needs it once more.
-            self._holder.load_state_dict(copy.deepcopy(saved["state"]))
+            state = copy.deepcopy(saved["state"])
+            if saved.get("unpacked"):
+                self._torchdata.load_state_dict(self._loader, state)
+            else:
+                self._holder.load_state_dict(state)
         except Exception as error:
             raise self._refused(saved, error) from error
 
@@ -131,6 +141,15 @@ class LoaderState:
         except Exception as error:  # StatefulDataLoader looks at the state here
             raise self._refused(saved, error) from error
         return iterator
+
+    def _read(self) -> tuple[Any, bool]:
+        """The state, and whether it is torchdata's own, which a subclass packs: torchtitan's loaders pickle it."""
+        assert self._holder is not None
+        state = self._holder.state_dict()
+        packed = self.is_torchdata and state and not _has_key(state, _OF_TORCHDATA)
+        if packed and type(self._loader).__iter__ is self._torchdata.__iter__:
+            return self._torchdata.state_dict(self._loader), True
+        return state, False
 
     def _give_up(self, why: str) -> None:
         self._holder = None
@@ -178,6 +197,10 @@ def _is_of_dataset(state: dict[str, Any]) -> bool:
         for name, part in state.items()
         if name in _OF_DATASET or isinstance(part, dict)
     )
+
+
+def _has_key(state: Any, name: str) -> bool:
+    return isinstance(state, dict) and (name in state or any(_has_key(part, name) for part in state.values()))
 
 
 def _holder(loader: Iterable[Any]) -> Any:

@@ -113,10 +113,42 @@ def lookahead(loop: Loop) -> None:
     loop.after_step.append(loop.others[0].step)
 
 
+class Container(torch.optim.Optimizer):
+    """Steps the optimizers that it holds, and keeps nothing of its own, as torchtitan's."""
+
+    def __init__(self, held: list[torch.optim.Optimizer]) -> None:
+        parameters = [one for each in held for group in each.param_groups for one in group["params"]]
+        super().__init__(list(dict.fromkeys(parameters)), {})
+        self.held = held
+
+    def step(self, closure: Any = None) -> Any:
+        for one in self.held:
+            one.step()
+
+
+def container(loop: Loop) -> None:
+    loop.others.append(Container([loop.optimizer]))
+    loop.after_step.append(loop.others[0].step)
+
+
+def container_of_another(loop: Loop) -> None:
+    without_state(loop)
+    loop.after_step = [Container([loop.optimizer, loop.others[0]]).step]
+
+
+def held_by_what_saves_else(loop: Loop) -> None:
+    """As a trainer that is registered for its counters."""
+    average(loop)
+    saves: Any = {"state_dict": lambda: {"step": 1}, "load_state_dict": print}
+    loop.registered = [SimpleNamespace(average=loop.others[0], **saves)]
+
+
 UNSAVED: dict[str, tuple[Callable[[Loop], None], str]] = {
     "chained schedules": (chained, "The schedule ChainedScheduler was not given"),
     "one of two schedules": (schedules, "The schedule LambdaLR was not given"),
     "second optimizer without state": (without_state, "SGD steps, an optimizer of parameters of the same"),
+    "second optimizer in a container": (container_of_another, "SGD steps, an optimizer of parameters of the same"),
+    "average that a registered object does not save": (held_by_what_saves_else, "The averaged weights"),
     "wrapper with state of its own": (lookahead, "Lookahead steps, an optimizer of parameters of the same"),
 }
 
@@ -204,6 +236,7 @@ SAVED: dict[str, Callable[[Loop], None]] = {
     "an optimizer of an earlier phase": earlier_phase,
     "schedules that are made inside": made_inside,
     "of another model": of_another,
+    "container of the engine's optimizers": container,
 }
 
 

@@ -1,5 +1,6 @@
 """Loaders of every kind, over items that each library's global state augments when they are read."""
 
+import pickle
 import random
 from collections.abc import Callable, Iterator
 from multiprocessing import Value
@@ -84,6 +85,36 @@ class Stream(IterableDataset[Any]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.start = self.at = state["at"]
+
+
+class Buffered(Stream):
+    """Gives as its state the list that it goes on filling, as datasets do that pack texts to one length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for place, drawn in super().__iter__():
+            self.given.append(place)
+            yield place + 100 * sum(self.given), drawn
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.given = state["given"]
+
+
+class Pickling(StatefulDataLoader):  # type: ignore[misc]
+    """Packs the state, as torchtitan's loaders."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rank 0": pickle.dumps(super().state_dict())}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(pickle.loads(state["rank 0"]))
 
 
 class Stateless(IterableDataset[Any]):
@@ -267,6 +298,8 @@ AT_ONCE: dict[str, Callable[[], Any]] = {
     "torchdata, sampler with a state": lambda: StatefulDataLoader(Items(), BATCH, sampler=Seeking()),
     "torchdata, dataset with a state": lambda: StatefulDataLoader(Reading(), BATCH),
     "torchdata, stream": lambda: StatefulDataLoader(Stream(), BATCH),
+    "torchdata, packed state of a stream": lambda: Pickling(Buffered(), BATCH),
+    "torchdata, packed state": lambda: Pickling(Items(), BATCH, shuffle=True),
 }
 WITH_WORKERS: dict[str, Callable[[], Any]] = {
     "torchdata, workers": lambda: shuffled(num_workers=WORKERS),

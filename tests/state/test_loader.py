@@ -32,6 +32,7 @@ from tests.state.loaders import (
     SKIPPED,
     WITH_WORKERS,
     WORKERS,
+    Buffered,
     Items,
     OneShot,
     Seeking,
@@ -170,6 +171,25 @@ def test_what_was_trained_is_not_read_again(kind: str) -> None:
     READ.value = 0
     batch = next(again)
     assert READ.value == len(items(batch))
+
+
+@pytest.mark.parametrize("kind", ["torchdata, packed state of a stream", "torchdata, packed state"])
+def test_no_pickle_of_a_loader_is_saved(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    loader_state.report_once.cache_clear()
+    position = stopped(LOADERS[kind], 5)
+    assert position.loader is not None
+    assert "_iterator_finished" in position.loader["state"]
+    assert not caplog.records
+
+
+def test_a_state_that_changes_as_the_loader_goes_on_is_kept_as_it_was() -> None:
+    stream = begun(lambda: StatefulDataLoader(Buffered(), BATCH))
+    train(stream, 2)
+    kept = stream.saved_position()
+    expected = [items(next(stream)) for _ in range(3)]
+    position = DataPosition(**codec.decode(*codec.encode(kept.advanced(0).to_tree())))
+    again = begun(lambda: StatefulDataLoader(Buffered(), BATCH), position)
+    assert [items(next(again)) for _ in range(3)] == expected
 
 
 def test_a_loader_with_a_state_stays_the_users_own() -> None:
