@@ -13,7 +13,7 @@ from cpsr.benchmarks.drill.job import MACHINES, Job
 from cpsr.benchmarks.drill.peers import Peer
 from cpsr.benchmarks.drill.records import Records
 from cpsr.benchmarks.drill.schedule import Failure, Kind
-from cpsr.benchmarks.harness.machines import MEMORY, Machines
+from cpsr.demo.machines import MEMORY, Machines
 
 __all__ = ["Cluster"]
 

@@ -12,8 +12,8 @@ from cpsr.benchmarks.drill.job import Job
 from cpsr.benchmarks.drill.peers import PEERS, PLAIN, Peer
 from cpsr.benchmarks.drill.schedule import draw_schedule
 from cpsr.benchmarks.drill.table import Row, rows_of, show
-from cpsr.benchmarks.harness.machines import obstacle
 from cpsr.benchmarks.harness.measurement import Measurement, measuring
+from cpsr.demo.machines import obstacle
 from cpsr.demo.model import GPTConfig
 from cpsr.errors import ConfigError, CPSRError
 

@@ -13,8 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from cpsr.benchmarks.harness.intervals import median_interval
-from cpsr.benchmarks.harness.machines import Machines
 from cpsr.benchmarks.harness.measurement import interval_text, measuring
+from cpsr.demo.machines import Machines
 from tests.launch.machine_jobs import MachineJob
 from tests.launch.test_spare import SETTINGS
 

@@ -12,7 +12,7 @@ from cpsr.benchmarks.drill.peers import PEERS, PLAIN, Peer
 from cpsr.benchmarks.drill.records import Records, recovery
 from cpsr.benchmarks.drill.schedule import Failure, Kind, draw_schedule
 from cpsr.benchmarks.drill.table import rows_of
-from cpsr.benchmarks.harness.machines import obstacle
+from cpsr.demo.machines import obstacle
 from cpsr.demo.model import GPTConfig
 
 BY_NAME = {peer.name: peer for peer in PEERS}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.machines import Machines, obstacle
+from cpsr.demo.machines import Machines, obstacle
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from cpsr.benchmarks.harness.machines import Machines
+from cpsr.demo.machines import Machines
 from tests.launch.jobs import BIN
 from tests.launch.machines_job import ENOUGH, GLOBAL_BATCH, ITEMS, loss_of, model_and_data, optimizer_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.machines import Machines
 from cpsr.checkpoint.store import verify_run
+from cpsr.demo.machines import Machines
 from cpsr.ranks.link import REFUSED_STATUS
 from tests.launch.machine_jobs import MachineJob, kept, require_one_training
 

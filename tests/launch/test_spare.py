@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpsr.benchmarks.harness.machines import Machines
+from cpsr.demo.machines import Machines
 from tests.launch.jobs import Launched
 from tests.launch.machine_jobs import MachineJob, kept, require_one_training
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from cpsr.benchmarks.harness.machines import Machines
+from cpsr.demo.machines import Machines
 from cpsr.journal import JournalReader
 from cpsr.ranks.link import REFUSED_STATUS
 from cpsr.verification.account import Account
