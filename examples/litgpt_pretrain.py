@@ -4,7 +4,7 @@
     python examples/litgpt_pretrain.py --folder runs/litgpt                # goes on, and ends at step 30
 
 The launcher starts it again by itself: `cpsr run examples/litgpt_pretrain.py --folder runs/litgpt --kill-at 17`. The
-loop is LitGPT's: `with_cpsr` opens the run around `litgpt.pretrain.fit`, and `litgpt.finetune.full.fit` takes the same.
+loop is LitGPT's: `with_cpsr` opens the run around `litgpt.pretrain.fit`.
 """
 
 import argparse
@@ -34,15 +34,14 @@ def with_cpsr(fit, run_dir, kill_at=None):
 
     def recoverable(*, state, train_dataloader, **given):
         config = {"run_dir": str(run_dir), "mode": "exact", "checkpoint": {"interval_iterations": 5}}
-        engine = engine_of(state["model"], state["optimizer"], state.get("scheduler"), state=state)
-        with CPSRRecovery(engine, config) as recovery:
+        with CPSRRecovery(engine_of(state["model"], state["optimizer"], state=state), config) as recovery:
 
             def cycle(loader):
                 passes = CycleIterator(Passes(recovery, loader))
                 passes.epoch = recovery.epoch  # of the whole run, in the log
                 return passes
 
-            sys.modules[fit.__module__].CycleIterator = cycle
+            pretrain.CycleIterator = cycle
             if kill_at is not None and recovery.restored.restored_iteration == 0:
                 state["optimizer"].register_step_post_hook(lambda *_: crash(recovery, run_dir, kill_at))
             return fit(state=state, train_dataloader=train_dataloader, **given)

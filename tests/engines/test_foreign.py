@@ -125,7 +125,7 @@ LOADERS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: named("accelerate.data_loader", "DataLoaderShard"),
         r"iterate over resume\(recovery, loader\)",
     ),
-    "Fabric": (lambda: named("lightning.fabric.wrappers", "_FabricDataLoader"), "pass the objects that Fabric did not"),
+    "Fabric": (lambda: named("lightning.fabric.wrappers", "_FabricDataLoader"), "take engine_of and Passes of"),
     "iterator": (lambda: iter(DataLoader([1, 2])), "has drawn the order of its pass already"),  # type: ignore[arg-type]
 }
 
