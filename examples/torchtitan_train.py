@@ -72,7 +72,7 @@ class RecoverableTrainer(Trainer):
     def batch_generator(self, data_iterable: Any) -> Any:
         """The Trainer calls this once, after it has loaded a checkpoint of its own: CPSR's state is the newer one."""
         model, optimizers, schedulers = self.model_parts[0], list(self.optimizers), list(self.lr_schedulers)
-        batches = self.gradient_accumulation_steps
+        batches = self.gradient_accumulation_steps * self.num_pipeline_parallel_microbatches
         adapter = TorchAdapter(model, optimizers, schedulers, micro_batches_per_iteration=batches)
         checkpoint = {"interval_iterations": 5}
         config = {"run_dir": str(self.folder / "cpsr"), "mode": "exact", "checkpoint": checkpoint}
