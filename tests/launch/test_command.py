@@ -90,8 +90,9 @@ def test_a_script_that_exits_before_it_trains_is_not_started_again_and_gets_its_
 
 
 def test_what_the_environments_own_sitecustomize_keeps_lives_on(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import tempfile\nkept = tempfile.TemporaryDirectory()\n")
-    (tmp_path / "train.py").write_text("import os, sitecustomize\nos.rmdir(sitecustomize.kept.name)\nexit(7)\n")
+    kept = "import os, tempfile\nkept = tempfile.TemporaryDirectory()\nos.environ['KEPT'] = kept.name\n"
+    (tmp_path / "sitecustomize.py").write_text(kept)
+    (tmp_path / "train.py").write_text("import os\nos.rmdir(os.environ['KEPT'])\nexit(7)\n")
     path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     with Launched(tmp_path, ["cpsr", "run", "--nproc-per-node=1", "train.py"], {"PYTHONPATH": path}) as launched:
         assert launched.wait() == 1

@@ -38,5 +38,5 @@ else:
 
 _own = PathFinder.find_spec("sitecustomize", sys.path)
 if _own is not None and _own.loader is not None:
-    sys.modules["sitecustomize"] = _module = module_from_spec(_own)  # so that what it keeps lives on
+    _module = module_from_spec(_own)  # kept: what its variables hold lives on
     _own.loader.exec_module(_module)
