@@ -31,7 +31,7 @@ def stack_python(*requirements: str) -> Path:
     own = sysconfig.get_path("purelib", vars={"base": str(environment)})
     # With addsitedir the editable installation of cpsr there is found too; a plain path line would not do that.
     Path(own, "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-compile", *requirements]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", *requirements]
     subprocess.run(pip, check=True, timeout=INSTALL_SECONDS, env=os.environ | {"PIP_DISABLE_PIP_VERSION_CHECK": "1"})
     (environment / "installed").touch()
     return python
