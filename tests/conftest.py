@@ -45,6 +45,7 @@ LONG = (
     "integrations/test_transformers.py",
     "integrations/test_ranks.py",
     "recovery/test_elastic.py",
+    "stacks/test_torchtitan.py",
     "situations/test_seeds_of_workers.py",
     "test_readme.py",
     "hints/test_rewriting.py",

@@ -156,7 +156,7 @@ def _measure(call: Measurement, kept: _Kept, job: Job, peers: Sequence[Peer], sc
     failed: dict[str, list[Run]] = {peer.name: [] for peer in peers}
     for number in range(schedules):
         limit = LIMIT_FACTOR * steady * job.steps
-        schedule = draw_schedule(number, job.ranks, MTBF_SECONDS, limit)
+        schedule = draw_schedule(number, job.ranks, MTBF_SECONDS)
         for peer in peers:
             more: dict[str, Any] = {"failures": schedule, "limit_seconds": limit}
             failed[peer.name].append(run(peer, f"schedule-{number}", jobs[peer.name], **more))
@@ -171,17 +171,17 @@ def _with_interval(kept: _Kept, job: Job, peer: Peer, steady_seconds: float) -> 
     if not peer.chooses:
         return job
     short = replace(job, steps=CALIBRATED_STEPS, interval_iterations=CALIBRATED_INTERVAL)
-
-    def calibrate(logs: Path) -> dict[str, Any]:
-        durations = drive(peer, short).step_seconds[WARM_STEPS:]
-        alone = drive(PLAIN, replace(short, interval_iterations=0)).step_seconds[WARM_STEPS:]
-        extra = (sum(durations) - sum(alone)) / (len(durations) / CALIBRATED_INTERVAL)
-        return {"save_seconds": max(extra, STALL_SECONDS_MIN)}
-
-    name = f"{job.sharding}-{job.ranks}-{_file(peer.name)}-calibration"
-    cost = float(kept.get(name, calibrate)["save_seconds"])
+    extra = _seconds(kept, short, peer) - _seconds(kept, replace(short, interval_iterations=0), PLAIN)
+    cost = max(extra / ((CALIBRATED_STEPS - WARM_STEPS) / CALIBRATED_INTERVAL), STALL_SECONDS_MIN)
     iterations = round((2 * cost * MTBF_SECONDS) ** 0.5 / steady_seconds)
     return replace(job, interval_iterations=max(1, iterations))
+
+
+def _seconds(kept: _Kept, job: Job, peer: Peer) -> float:
+    """Time of a short run, without its first steps."""
+    name = f"{job.sharding}-{job.ranks}-{_file(peer.name)}-calibration"
+    run = kept.run(name, lambda logs: drive(peer, job, keep=logs))
+    return sum(run.step_seconds[WARM_STEPS:])
 
 
 def _file(name: str) -> str:

@@ -4,12 +4,12 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
-from math import ceil
 
 __all__ = ["Failure", "Kind", "draw_schedule"]
 
+FAILURES = 20  # more than a run has
 KINDS_A_SCHEDULE = 2  # the next schedule begins so many kinds later, so that three schedules have all of them
-WARM_SECONDS, EARLY_SECONDS, EARLY = 20.0, 200.0, 2  # what a schedule must have to be taken
+WARM_SECONDS, EARLY_SECONDS, EARLY = 20.0, 150.0, 2  # what a schedule must have to be taken
 
 
 class Kind(StrEnum):
@@ -37,17 +37,16 @@ class Failure:
     rank: int
 
 
-def draw_schedule(number: int, ranks: int, mtbf_seconds: float, seconds: float) -> list[Failure]:
+def draw_schedule(number: int, ranks: int, mtbf_seconds: float) -> list[Failure]:
     """Failures of one run.
 
     The times are a Poisson process, drawn again until there is no failure in the first 20 s, when jobs are not warm
-    yet, and exactly two in the first 200 s. The kinds come in one order that is drawn for all schedules together.
+    yet, and exactly two in the first 150 s. The kinds come in one order that is drawn for all schedules together.
 
     Args:
         number: of the schedule, from 0; it is the seed.
         ranks: of the job.
         mtbf_seconds: mean time between two failures.
-        seconds: of the longest run; there are failures for as long, more or less.
     """
     kinds = list(Kind)
     random.Random(0).shuffle(kinds)  # noqa: S311 - nothing secret is drawn
@@ -55,5 +54,5 @@ def draw_schedule(number: int, ranks: int, mtbf_seconds: float, seconds: float) 
     drawn = random.Random(f"schedule {number}")  # noqa: S311 - nothing secret is drawn
     times: list[float] = []
     while sum(at < EARLY_SECONDS for at in times) != EARLY or times[0] < WARM_SECONDS:
-        times = list(accumulate(drawn.expovariate(1 / mtbf_seconds) for _ in range(ceil(seconds / mtbf_seconds))))
+        times = list(accumulate(drawn.expovariate(1 / mtbf_seconds) for _ in range(FAILURES)))
     return [Failure(at, kinds[(place + index) % len(kinds)], drawn.randrange(ranks)) for index, at in enumerate(times)]

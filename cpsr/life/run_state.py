@@ -27,8 +27,7 @@ from cpsr.state.data_recognition import difference_of_data, recognisable
 from cpsr.state.frozen_parameters import FrozenWeights
 from cpsr.state.host_random import restore_host_rng
 from cpsr.state.loader import LoaderHooks, ResumableLoader
-from cpsr.state.loader_around import dealer_of
-from cpsr.state.loader_kinds import is_repeating
+from cpsr.state.loader_kinds import dealer_of, is_repeating
 from cpsr.state.loader_workers import count_other_loaders, expect_other_loaders
 from cpsr.state.losses import LossRecorder
 from cpsr.state.small_state import DataPosition, Scalars

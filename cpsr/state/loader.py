@@ -13,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
 
 from cpsr.errors import RecoveryError
 from cpsr.state.host_random import capture_host_rng, restore_host_rng
-from cpsr.state.loader_around import Around, place_inside
 from cpsr.state.loader_generators import (
     data_generators,
     named_together,
@@ -36,6 +35,7 @@ from cpsr.state.loader_kinds import (
     is_plain,
     is_repeating,
     length_of,
+    place_inside,
     set_epochs,
     told_epochs,
     with_epochs,
@@ -58,6 +58,9 @@ from cpsr.state.loader_workers import (
 )
 from cpsr.state.small_state import DataPosition, capture_rng, restore_rng
 from cpsr.state.user_objects import Stateful
+
+if TYPE_CHECKING:
+    from cpsr.state.loader_around import Around
 
 __all__ = ["Draw", "LoaderHooks", "ResumableLoader"]
 
@@ -152,7 +155,9 @@ class ResumableLoader(Iterator[Any]):
         given = loader
         self._around: Around | None = None
         if (place := place_inside(loader)) is not None:
-            self._around = Around(loader, place, self._drawn_from, self._draw_from)
+            from cpsr.state import loader_around  # here: few loaders are around another one
+
+            self._around = loader_around.Around(loader, place, self._drawn_from, self._draw_from)
             self._loader = loader = vars(loader)[place]
         self._base: Any = getattr(loader, "base", loader)  # whose workers load the batches
         self._length = length_of(loader)

@@ -7,39 +7,18 @@ random states before each fetch are kept, for the batches that it has fetched an
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
 from torch.utils.data import DataLoader
 
 from cpsr.errors import UnsupportedEngineError
-from cpsr.state.loader_kinds import is_plain, is_repeating
 
-__all__ = ["Around", "dealer_of", "place_inside"]
+__all__ = ["Around"]
 
 _AHEAD_MAX = 64  # fetches that are remembered
 _END = object()
-
-
-def place_inside(loader: Any) -> str | None:
-    """The attribute in which a loader keeps the DataLoader of torch's that it iterates over; None: it keeps none.
-
-    It has a batch for each of that one, and no state of its own.
-    """
-    if isinstance(loader, DataLoader | Iterator) or is_repeating(loader) or hasattr(loader, "state_dict"):
-        return None
-    found = [name for name, one in getattr(loader, "__dict__", {}).items() if isinstance(one, DataLoader)]
-    if len(found) != 1 or not isinstance(loader, Iterable) or not isinstance(loader, Sized):
-        return None
-    inside = vars(loader)[found[0]]
-    return found[0] if is_plain(inside) and len(loader) == len(inside) else None
-
-
-def dealer_of(loader: Any) -> Any:
-    """What deals the batches: the DataLoader inside of a loader around one, else the loader itself."""
-    place = place_inside(loader)
-    return loader if place is None else vars(loader)[place]
 
 
 class Around:

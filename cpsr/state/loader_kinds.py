@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader, IterableDataset
 __all__ = [
     "Calls",
     "base_of",
+    "dealer_of",
     "has_own_iteration",
     "has_persistent_workers",
     "index_sampler",
@@ -16,6 +17,7 @@ __all__ = [
     "is_repeating",
     "iterable_of",
     "length_of",
+    "place_inside",
     "rebuilt",
     "samplers_of",
     "set_epochs",
@@ -144,3 +146,23 @@ def samplers_of(loader: Iterable[Any]) -> list[Any]:
         return [loader]
     inner = getattr(loader.batch_sampler, "sampler", None)
     return [item for item in (loader.sampler, loader.batch_sampler, inner) if item is not None]
+
+
+def place_inside(loader: Any) -> str | None:
+    """The attribute in which a loader keeps the DataLoader of torch's that it iterates over; None: it keeps none.
+
+    It has a batch for each of that one, and no state of its own.
+    """
+    if isinstance(loader, DataLoader | Iterator) or is_repeating(loader) or hasattr(loader, "state_dict"):
+        return None
+    found = [name for name, one in getattr(loader, "__dict__", {}).items() if isinstance(one, DataLoader)]
+    if len(found) != 1 or not isinstance(loader, Iterable) or not isinstance(loader, Sized):
+        return None
+    inside = vars(loader)[found[0]]
+    return found[0] if is_plain(inside) and len(loader) == len(inside) else None
+
+
+def dealer_of(loader: Any) -> Any:
+    """What deals the batches: the DataLoader inside of a loader around one, else the loader itself."""
+    place = place_inside(loader)
+    return loader if place is None else vars(loader)[place]

@@ -25,6 +25,8 @@ class Checkpoints:
         self._folder = job.directory / "checkpoints"
         self._folder.mkdir(exist_ok=True)
         self._pending: Future[Any] | None = None
+        # Its thread's collectives would meet those of the training in the one group of gloo.
+        self._group = dist.new_group(backend="gloo", timeout=job.timeout)
 
     def load(self) -> int:
         """Bring the module and the optimizer to the newest complete checkpoint; its step."""
@@ -44,7 +46,9 @@ class Checkpoints:
                 shutil.rmtree(self._path(old))
             shutil.rmtree(self._path(step), ignore_errors=True)  # of an earlier life that did not complete it
         model, optimizer = get_state_dict(self._module, self._optimizer)
-        pending = async_save({"model": model, "optimizer": optimizer}, checkpoint_id=self._path(step))
+        pending = async_save(
+            {"model": model, "optimizer": optimizer}, checkpoint_id=self._path(step), process_group=self._group
+        )
         assert isinstance(pending, Future)
         self._pending = pending
 
