@@ -156,6 +156,8 @@ PEERS = (
         "docs/launching.md",
         package="cpsr",
         chooses=False,
+        jobs=("ddp",),
+        absent={"fsdp2": "it differs from warm ranks by the imports alone, as with DDP"},
     ),
     Peer(
         "CPSR, warm ranks",

@@ -24,7 +24,7 @@ HANG_SECONDS = 30.0
 CALIBRATED_STEPS, CALIBRATED_INTERVAL, WARM_STEPS = 90, 10, 10  # short runs that time a save
 STALL_SECONDS_MIN = 0.001
 LIMIT_FACTOR = 8.0  # a run that takes so many times as long as the job alone is given up
-RUNS_ALONE = 3  # of the job without checkpoints: their spread is the noise
+RUNS_ALONE = 2  # of the job without checkpoints: their spread is the noise
 
 
 MODEL = GPTConfig(layers=6, heads=4, width=256, context=64)  # 4.8 million parameters
@@ -35,14 +35,12 @@ class Size:
     """How much is measured.
 
     Attributes:
-        jobs: shardings, each with its number of ranks.
-        steps: of a training.
+        jobs: shardings, each with its number of ranks and its steps.
         schedules: of failures.
         model: that is trained.
     """
 
-    jobs: tuple[tuple[str, int], ...] = (("ddp", 2), ("fsdp2", 4))
-    steps: int = 700
+    jobs: tuple[tuple[str, int, int], ...] = (("ddp", 2, 940), ("fsdp2", 4, 340))  # 140 s each on two cores
     schedules: int = 3
     model: GPTConfig = MODEL
 
@@ -72,11 +70,9 @@ def main(
     with measuring("drill", json_path, workdir) as call:
         present = [peer for peer in peers if peer.installed]
         absent = [peer.name for peer in peers if not peer.installed]
-        for sharding, ranks in size.jobs:
+        for sharding, ranks, steps in size.jobs:
             here = [peer for peer in present if sharding in peer.jobs]
-            job = Job(
-                call.directory / "job", ranks, sharding, size.steps, 4 * 2, size.model, 0, HANG_SECONDS, MTBF_SECONDS
-            )
+            job = Job(call.directory / "job", ranks, sharding, steps, 4 * 2, size.model, 0, HANG_SECONDS, MTBF_SECONDS)
             rows = _measure(call, kept, job, here, size.schedules)
             show(call, f"{sharding}, {ranks} ranks", rows, [one for one in present if one not in here], sharding)
             kept.rows[f"{sharding}-{ranks}"] = rows
@@ -86,7 +82,7 @@ def main(
             {
                 "mtbf_seconds": MTBF_SECONDS,
                 "hang_seconds": HANG_SECONDS,
-                "steps": size.steps,
+                "steps": {f"{sharding}-{ranks}": steps for sharding, ranks, steps in size.jobs},
                 "model": asdict(size.model),
                 "peers": [
                     {"name": one.name, "version": one.version, "settings": one.settings, "source": one.source}
@@ -104,14 +100,14 @@ def selected(jobs: str, only: str) -> tuple[Size, list[Peer]]:
     Raises:
         ConfigError: there is no such job or peer.
     """
-    known = dict(Size().jobs)
+    known = {job[0]: job for job in Size().jobs}
     if unknown := set(jobs.split(",")) - known.keys():
         raise ConfigError(f"there is no job {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     names = tuple(filter(None, only.split(",")))
     peers = [peer for peer in PEERS if not names or peer.name.startswith(names)]
     if not peers:
         raise ConfigError(f"no name begins with {only}; there are {', '.join(peer.name for peer in PEERS)}")
-    return replace(Size(), jobs=tuple((name, known[name]) for name in jobs.split(","))), peers
+    return replace(Size(), jobs=tuple(known[name] for name in jobs.split(","))), peers
 
 
 class _Kept:

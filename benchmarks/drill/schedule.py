@@ -9,7 +9,7 @@ __all__ = ["Failure", "Kind", "draw_schedule"]
 
 FAILURES = 20  # more than a run has
 KINDS_A_SCHEDULE = 2  # the next schedule begins so many kinds later, so that three schedules have all of them
-WARM_SECONDS, EARLY_SECONDS, EARLY = 20.0, 150.0, 2  # what a schedule must have to be taken
+WARM_SECONDS, EARLY_SECONDS, EARLY = 20.0, 130.0, 2  # what a schedule must have to be taken
 
 
 class Kind(StrEnum):
@@ -41,7 +41,7 @@ def draw_schedule(number: int, ranks: int, mtbf_seconds: float) -> list[Failure]
     """Failures of one run.
 
     The times are a Poisson process, drawn again until there is no failure in the first 20 s, when jobs are not warm
-    yet, and exactly two in the first 150 s. The kinds come in one order that is drawn for all schedules together.
+    yet, and exactly two in the first 130 s. The kinds come in one order that is drawn for all schedules together.
 
     Args:
         number: of the schedule, from 0; it is the seed.

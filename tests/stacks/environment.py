@@ -31,6 +31,6 @@ def stack_python(*requirements: str) -> Path:
     # With addsitedir the editable installation of cpsr there is found too; a plain path line would not do that.
     Path(own, "shared.pth").write_text(f"import site; site.addsitedir({shared!r})\n", encoding="utf-8")
     pip: list[str | Path] = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "install"]
-    subprocess.run([*pip, "--quiet", "--no-compile", *requirements], check=True, timeout=INSTALL_SECONDS)
+    subprocess.run([*pip, "--quiet", *requirements], check=True, timeout=INSTALL_SECONDS)
     (environment / "installed").touch()
     return python

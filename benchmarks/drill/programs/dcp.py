@@ -46,9 +46,8 @@ class Checkpoints:
                 shutil.rmtree(self._path(old))
             shutil.rmtree(self._path(step), ignore_errors=True)  # of an earlier life that did not complete it
         model, optimizer = get_state_dict(self._module, self._optimizer)
-        pending = async_save(
-            {"model": model, "optimizer": optimizer}, checkpoint_id=self._path(step), process_group=self._group
-        )
+        state = {"model": model, "optimizer": optimizer}
+        pending = async_save(state, checkpoint_id=self._path(step), process_group=self._group)
         assert isinstance(pending, Future)
         self._pending = pending
 
