@@ -170,7 +170,9 @@ class Boundary:
     def abandon(self, error: BaseException | None) -> None:
         """The group is broken: dump the state of the last boundary, and stop watching the others."""
         self.liveness.settle()
-        note_exit(self._job.run.path, self._job.journal.life, Exit(self._job.group.rank, error=_one_line(error)))
+        silent = self.liveness.silent_rank()  # whose collective has timed out
+        left = Exit(self._job.group.rank, error=_one_line(error), given_up=silent)
+        note_exit(self._job.run.path, self._job.journal.life, left)
         # The error itself is the script's to print; what SystemExit says would be seen nowhere else.
         named = _one_line(error) if isinstance(error, SystemExit) else type(error).__name__
         self.emergency_dump.dump(f"the training loop was left with {named}")

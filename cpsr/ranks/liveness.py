@@ -34,6 +34,7 @@ CHECKS_MIN = 4
 BEATS_MIN = 2 * CHECKS_MIN  # in the shortest timeout: two between two checks that count in full
 # How long a training thread has to notice by itself that another process has ended: gloo raises at once, NCCL hangs.
 NOTICE_SECONDS = 3.0
+SILENT_SECONDS = 5.0  # of a rank that cannot save its state any more, where another one has failed
 CLOSE_SECONDS = 5.0  # the thread ends at once, unless the file system hangs
 
 
@@ -52,6 +53,10 @@ class _Stillness:
         elif value is not None:
             self._seconds += min(elapsed_seconds, self._timeout_seconds / CHECKS_MIN)
         return self._seconds >= self._timeout_seconds
+
+    def lasts(self, seconds: float) -> bool:
+        """Whether it has not changed for so long."""
+        return self._seconds >= min(seconds, self._timeout_seconds)
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,10 @@ class Liveness:
     def settle(self) -> None:
         """The training thread has noticed a failure by itself, and ends this process."""
         self._settled = True
+
+    def silent_rank(self) -> int | None:
+        """A rank that has sent no heartbeat for some seconds; on any thread. After an error it is not waited for."""
+        return next((rank for rank, silence in list(self._silence.items()) if silence.lasts(SILENT_SECONDS)), None)
 
     def obstacle(self) -> str | None:
         """Why this process must not dump for the next life; None if it may; on any thread."""

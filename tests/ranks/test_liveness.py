@@ -230,6 +230,20 @@ def test_locks_that_stay_on_one_machine_end_no_job(tmp_path: Path, monkeypatch: 
     assert "rank 1 sent no heartbeat" in str([watch.look(0, 1.0) for _ in range(30)][-1])
 
 
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_rank_that_is_silent_for_some_seconds_is_known_before_it_is_given_up(tmp_path: Path, machines: int) -> None:
+    """Where a collective times out sooner than heartbeats do, its launcher need not wait for it."""
+    watch = Watch(tmp_path, 2, machines, heartbeat_timeout_seconds=60.0)
+    watch.say(1, Heartbeat(1))
+    assert all(watch.look(0, 1.0) is None for _ in range(4))
+    assert watch.ranks[0].silent_rank() is None
+    assert all(watch.look(0, 1.0) is None for _ in range(4))
+    assert watch.ranks[0].silent_rank() == 1
+    watch.say(1, Heartbeat(2))
+    assert watch.look(0, 1.0) is None
+    assert watch.ranks[0].silent_rank() is None
+
+
 def test_ranks_leave_where_their_launcher_has_lost_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = Report(tmp_path / "launcher")
     launcher.clear()
