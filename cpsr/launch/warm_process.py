@@ -175,7 +175,9 @@ class _Imports:
                     if file and name not in sys.modules and is_of_environment(name, file):
                         import_module(name)
                 if "cpsr.journal.rows" in sys.modules:
+                    known = set(sys.modules)
                     sys.modules["cpsr.journal.rows"].prepare()
+                    self._before |= sys.modules.keys() - known  # where rank 0 is not, nobody writes rows
         finally:
             gc.enable()
             os.environ.__class__ = _Environment.__base__

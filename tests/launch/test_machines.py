@@ -44,11 +44,13 @@ def test_a_rank_that_hangs_on_another_machine_is_not_waited_for(machines: Machin
     """It cannot commit after SIGTERM, for which `cpsr run` would give it ten minutes."""
     job = MachineJob(machines, tmp_path, settings={"ranks": {"heartbeat_timeout_seconds": 8.0}}, nodes="2")
     before = job.begin(2)
+    job.until(lambda: all("Restarts fork their ranks" in job.output(machine) for machine in range(2)))
     pid = re.findall(r"Started rank 1 \(pid (\d+)\)", job.output(0) + job.output(1))[-1]
     machine = 1 if f"(pid {pid})" in job.output(1) else 0
     machines.run(machine, "kill", "-STOP", pid)
     stopped = time.monotonic()
-    job.reached(2, after=before)
+    again = job.reached(2, after=before)
+    assert all(row["forked"] for row in job.rows() if row["life"] == again), job.everything()
     assert time.monotonic() - stopped < 120.0, job.everything()  # as a rule 15
     assert set(job.finish().values()) == {0}, job.everything()
     require_one_training(kept(job.rows(), job.begins()))
