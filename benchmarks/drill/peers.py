@@ -128,7 +128,7 @@ def dlrover_run(place: Place) -> list[str]:
 
 
 def dlrover_master(place: Place) -> list[str]:
-    """The master of a job that no Kubernetes runs."""
+    """DLRover's master, for a job outside of Kubernetes."""
     master = [sys.executable, "-m", "dlrover.python.master.main", "--platform=local", "--job_name=drill"]
     return [*master, f"--node_num={MACHINES}", f"--port={PORT}"]
 

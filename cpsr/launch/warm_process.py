@@ -177,7 +177,7 @@ class _Imports:
                 if "cpsr.journal.rows" in sys.modules:
                     known = set(sys.modules)
                     sys.modules["cpsr.journal.rows"].prepare()
-                    self._before |= sys.modules.keys() - known  # where rank 0 is not, nobody writes rows
+                    self._before |= sys.modules.keys() - known  # ranks without a journal have not loaded these
         finally:
             gc.enable()
             os.environ.__class__ = _Environment.__base__
