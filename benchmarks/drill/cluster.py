@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
@@ -13,6 +14,7 @@ from cpsr.benchmarks.drill.job import MACHINES, Job
 from cpsr.benchmarks.drill.peers import Peer
 from cpsr.benchmarks.drill.records import Records
 from cpsr.benchmarks.drill.schedule import Failure, Kind
+from cpsr.benchmarks.harness.processes import status_bytes
 from cpsr.demo.machines import MEMORY, Machines
 
 __all__ = ["Cluster"]
@@ -42,7 +44,6 @@ class Cluster:
         self._launchers: dict[int, subprocess.Popen[str]] = {}
         self._ended_at: dict[int, float] = {}
         self._done: set[int] = set()
-        self.launches = 0
 
     def __enter__(self) -> Self:
         self.machines = Machines(MACHINES + 1, self._job.directory)
@@ -106,11 +107,8 @@ class Cluster:
         for machine in range(MACHINES):
             pid = self.machines.first_process(machine)
             for process in _inside(pid):
-                try:
-                    lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii").splitlines()
-                except OSError:  # it has ended
-                    continue
-                total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+                with suppress(OSError, StopIteration):  # it has ended
+                    total += status_bytes("RssAnon", process.pid)
             shared = os.statvfs(f"/proc/{pid}/root{MEMORY}")
             total += (shared.f_blocks - shared.f_bfree) * shared.f_frsize
         return total
@@ -118,7 +116,6 @@ class Cluster:
     def _launch(self, machine: int) -> None:
         place = self._peer.place(machine, self.machines.names, self._job)
         self._launchers[machine] = self._start(machine, self._peer.launch(place), self._peer.environment(place))
-        self.launches += 1
 
     def _start(self, machine: int, command: list[str], more: dict[str, str]) -> "subprocess.Popen[str]":
         kept = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
@@ -141,10 +138,8 @@ class Cluster:
                 process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + GRACE_SECONDS
         for launcher in self._launchers.values():
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 launcher.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                continue
         for machine in range(MACHINES):
             self.machines.kill(machine)
             self._launchers[machine].wait()
@@ -159,10 +154,11 @@ class Cluster:
             return None
         pid, name = found
         for process in _inside(self.machines.first_process(self.machines.names.index(name))):
-            status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
-            inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
-            if int(inner) == pid and process.status() != psutil.STATUS_ZOMBIE:
-                return process
+            with suppress(OSError, psutil.NoSuchProcess):  # it has ended
+                status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
+                inner = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[-1]
+                if int(inner) == pid and process.status() != psutil.STATUS_ZOMBIE:
+                    return process
         return None
 
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from cpsr.benchmarks.drill.cluster import Cluster
 from cpsr.benchmarks.drill.job import Job
 from cpsr.benchmarks.drill.peers import Peer
-from cpsr.benchmarks.drill.records import Records, recovery
+from cpsr.benchmarks.drill.records import Records, Recovery, recovery
 from cpsr.benchmarks.drill.schedule import Failure, Kind
 from cpsr.errors import CPSRError
 
@@ -128,14 +128,11 @@ class _Driven:
     def _is_back(self) -> bool:
         return not self._failed or self._recovery(*self._failed[-1]) is not None
 
-    def _recovery(self, failure: Failure, failed: float) -> Any:
+    def _recovery(self, failure: Failure, failed: float) -> Recovery | None:
         return recovery(self._records, failed, all_leave=failure.kind is Kind.SIGTERM)
 
     def _fail(self) -> None:
-        steps = self._records.steps
-        if not self._due or not steps or not self._is_back:
-            return
-        if time.time() - steps[0].unix_seconds < self._due[0].seconds:
+        if not self._due or time.time() - self._records.first_step_seconds < self._due[0].seconds or not self._is_back:
             return
         failed = self._cluster.fail(self._due[0], self._records)
         if failed is not None:
@@ -143,9 +140,7 @@ class _Driven:
 
     def _help(self) -> None:
         """Start a job again that stands still."""
-        steps = self._records.steps
-        last = max(self._stirred, steps[-1].unix_seconds if steps else 0.0)
-        if time.time() - last > STANDS_STILL_SECONDS:
+        if time.time() - max(self._stirred, self._records.last_step_seconds) > STANDS_STILL_SECONDS:
             self._cluster.restart_by_hand()
             self._by_hand += 1
             self._stirred = time.time()
@@ -165,13 +160,13 @@ class _Driven:
         found = [(failure, failed, self._recovery(failure, failed)) for failure, failed in self._failed]
         return Run(
             complete=self._cluster.complete,
-            seconds=steps[-1].unix_seconds - steps[0].unix_seconds if steps else 0.0,
+            seconds=self._records.last_step_seconds - self._records.first_step_seconds if steps else 0.0,
             trained=sum(shares.values()),
             step_seconds=[later - earlier for earlier, later in pairwise(first)],
             failures=[
                 Happened(
                     failure.kind,
-                    failed - steps[0].unix_seconds,
+                    failed - self._records.first_step_seconds,
                     None if back is None else back.step_seconds,
                     None if back is None else back.lost_iterations,
                 )

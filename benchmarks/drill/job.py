@@ -6,12 +6,12 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
 
-__all__ = ["Job", "Record"]
+__all__ = ["MACHINES", "Job", "Rank", "Record"]
 
 JOB_FILE = "job.json"
 MACHINES = 2
@@ -71,13 +71,6 @@ class Job:
         """For collectives."""
         return timedelta(seconds=self.hang_seconds)
 
-    @property
-    def local_disk(self) -> Path:
-        """A folder on the disk of this machine alone; it survives a loss of memory."""
-        path = self.directory / "disks" / socket.gethostname()
-        path.mkdir(parents=True, exist_ok=True)
-        return path
-
     def join(self) -> int:
         """Join the other ranks over gloo; this one's rank."""
         dist.init_process_group("gloo", timeout=self.timeout)
@@ -88,31 +81,25 @@ class Job:
         torch.manual_seed(0)
         return GPT(self.model)
 
-    def wrap(self, network: GPT, mesh: Any = None) -> nn.Module:
+    def wrap(self, network: GPT) -> nn.Module:
         """Let the ranks share their gradients, or their weights too."""
         if self.sharding == "ddp":
             return nn.parallel.DistributedDataParallel(network)
         for block in network.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(network, mesh=mesh)
+            fully_shard(block)
+        fully_shard(network)
         return network
 
     def optimizer(self, module: nn.Module) -> torch.optim.Optimizer:
         """AdamW."""
         return torch.optim.AdamW(module.parameters(), lr=3e-4)
 
-    def loader(self, rank: int, ranks: int) -> DataLoader[torch.Tensor]:
+    def loader(self, rank: int) -> DataLoader[torch.Tensor]:
         """A rank's batches, one for each step, in the order of the text."""
         windows = Windows(read_corpus()[0], self.model.context)
         data = Subset(windows, range(self.steps * self.batch))
-        sampler: DistributedSampler[torch.Tensor] = DistributedSampler(
-            data, num_replicas=ranks, rank=rank, shuffle=False
-        )
-        return DataLoader(data, batch_size=self.batch // ranks, sampler=sampler)
-
-    def batches(self, rank: int, ranks: int, step: int) -> Iterable[torch.Tensor]:
-        """A rank's batches from a step on."""
-        return islice(self.loader(rank, ranks), step, None)
+        sampler: DistributedSampler[torch.Tensor] = DistributedSampler(data, self.ranks, rank, shuffle=False)
+        return DataLoader(data, batch_size=self.batch // self.ranks, sampler=sampler)
 
 
 class Record:
@@ -155,3 +142,47 @@ class Record:
 
     def _write(self, *words: object) -> None:
         os.write(self._file, (json.dumps([time.time(), os.getpid(), *words]) + "\n").encode())
+
+
+class Rank:
+    """What most programs have: a rank that has joined the others, with its record, its module and its optimizer.
+
+    Attributes:
+        job: that it trains.
+        number: of the rank.
+        record: what it writes down.
+        module: wrapped for the ranks.
+        optimizer: of the module.
+    """
+
+    def __init__(self) -> None:
+        self.job = Job.of_arguments()
+        self.number = self.job.join()
+        self.record = Record(self.job, self.number)
+        self.module = self.job.wrap(self.job.network())
+        self.optimizer = self.job.optimizer(self.module)
+
+    def update(self, batch: torch.Tensor) -> torch.Tensor:
+        """Train on a batch; its loss."""
+        self.optimizer.zero_grad()
+        loss: torch.Tensor = self.module(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss
+
+    def train(self, begin: int, after: Callable[[int], object]) -> None:
+        """Train from a step on to the end.
+
+        Args:
+            begin: the step that is complete.
+            after: is called after each step, with its number.
+        """
+        batches = islice(self.job.loader(self.number), begin, None)
+        for number, batch in enumerate(batches, start=begin + 1):
+            self.record.step(number, self.update(batch))
+            after(number)
+
+    def end(self) -> None:
+        """The training is complete."""
+        self.record.finish(self.module)
+        dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """What the ranks of a run have written down, and what follows from it for each failure."""
 
 import json
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +38,19 @@ class Records:
 
     Args:
         directory: of the job.
+
+    Attributes:
+        lines: of all ranks; those of a rank in the order of time.
+        first_step_seconds: Unix time of the first step; infinite before it.
+        last_step_seconds: of the newest one; 0 before the first.
     """
 
     def __init__(self, directory: Path) -> None:
         self._folder = directory / "records"
         self._read: dict[Path, int] = defaultdict(int)
         self.lines: list[Line] = []
+        self.first_step_seconds = math.inf
+        self.last_step_seconds = 0.0
 
     def refresh(self) -> None:
         """Read what is new."""
@@ -55,6 +63,9 @@ class Records:
                     self._read[path] += len(line)
                     seconds, pid, what, *words = json.loads(line)
                     self.lines.append(Line(seconds, int(path.name.partition("-")[2]), pid, what, words))
+                    if what == "step":
+                        self.first_step_seconds = min(self.first_step_seconds, seconds)
+                        self.last_step_seconds = max(self.last_step_seconds, seconds)
 
     def process(self, rank: int) -> tuple[int, str] | None:
         """Number and machine of a rank's newest process."""

@@ -1,7 +1,7 @@
 """`cpsr bench drill`: runs every way to come back, keeps each run that is complete, and prints the table."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from cpsr.errors import ConfigError, CPSRError
 __all__ = ["MTBF_SECONDS", "Size", "main", "selected"]
 
 MTBF_SECONDS = 120.0
+BATCH = 8  # windows of a step, over all ranks
 HANG_SECONDS = 30.0
 CALIBRATED_STEPS, CALIBRATED_INTERVAL, WARM_STEPS = 90, 10, 10  # short runs that time a save
 STALL_SECONDS_MIN = 0.001
@@ -66,16 +67,16 @@ def main(
     """
     if (why := obstacle()) is not None:
         raise CPSRError(f"the drill makes two machines of kernel namespaces, which it cannot here: {why}")
-    kept = _Kept(cache or Path("runs/bench-drill"))
+    kept, measured = _Kept(cache or Path("runs/bench-drill")), dict[str, list[Row]]()
     with measuring("drill", json_path, workdir) as call:
         present = [peer for peer in peers if peer.installed]
         absent = [peer.name for peer in peers if not peer.installed]
         for sharding, ranks, steps in size.jobs:
             here = [peer for peer in present if sharding in peer.jobs]
-            job = Job(call.directory / "job", ranks, sharding, steps, 4 * 2, size.model, 0, HANG_SECONDS, MTBF_SECONDS)
+            job = Job(call.directory / "job", ranks, sharding, steps, BATCH, size.model, 0, HANG_SECONDS, MTBF_SECONDS)
             rows = _measure(call, kept, job, here, size.schedules)
             show(call, f"{sharding}, {ranks} ranks", rows, [one for one in present if one not in here], sharding)
-            kept.rows[f"{sharding}-{ranks}"] = rows
+            measured[f"{sharding}-{ranks}"] = rows
         if absent:
             call.console.print(f"Not installed, and left out: {', '.join(absent)}. Install the extra `bench`.")
         call.leave(
@@ -89,7 +90,7 @@ def main(
                     for one in present
                 ],
                 "left_out": absent,
-                "jobs": {name: [asdict(row) for row in rows] for name, rows in kept.rows.items()},
+                "jobs": {name: [asdict(row) for row in rows] for name, rows in measured.items()},
             }
         )
 
@@ -111,26 +112,22 @@ def selected(jobs: str, only: str) -> tuple[Size, list[Peer]]:
 
 
 class _Kept:
-    """Complete runs, each in a file."""
+    """Complete runs, each in a file that is named by its job: a job of another size is another run."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.rows: dict[str, list[Row]] = {}
+        self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, name: str, make: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """A figure that is kept, or is measured now."""
-        path = self.folder / f"{name}.json"
+    def run(self, peer: Peer, job: Job, what: str, **more: Any) -> Run:
+        """A run that is kept, or is made now."""
+        size = f"{job.sharding}-{job.ranks}-{job.steps}-{job.interval_iterations}"
+        name = "".join(letter if letter.isalnum() else "-" for letter in f"{size}-{peer.name}-{what}")
+        path = self._folder / f"{name}.json"
         if not path.exists():
-            text = json.dumps(make(self.folder / name), indent=1)
+            text = json.dumps(asdict(drive(peer, job, keep=self._folder / name, **more)), indent=1)
             path.with_suffix(".part").write_text(text, encoding="utf-8")
             path.with_suffix(".part").replace(path)
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-
-    def run(self, name: str, make: Callable[[Path], Run]) -> Run:
-        """A run that is kept, or is made now."""
-        return Run.of_json(self.get(name, lambda logs: asdict(make(logs))))
+        return Run.of_json(json.loads(path.read_text(encoding="utf-8")))
 
 
 def _measure(call: Measurement, kept: _Kept, job: Job, peers: Sequence[Peer], schedules: int) -> list[Row]:
@@ -138,10 +135,7 @@ def _measure(call: Measurement, kept: _Kept, job: Job, peers: Sequence[Peer], sc
     step = call.bar(f"{job.sharding}, {job.ranks} ranks", RUNS_ALONE + len(peers) * (1 + schedules))
 
     def run(peer: Peer, what: str, of: Job, **more: Any) -> Run:
-        found = kept.run(
-            f"{job.sharding}-{job.ranks}-{_file(peer.name)}-{what}",
-            lambda logs: drive(peer, of, keep=logs, **more),
-        )
+        found = kept.run(peer, of, what, **more)
         step()
         return found
 
@@ -175,10 +169,4 @@ def _with_interval(kept: _Kept, job: Job, peer: Peer, steady_seconds: float) -> 
 
 def _seconds(kept: _Kept, job: Job, peer: Peer) -> float:
     """Time of a short run, without its first steps."""
-    name = f"{job.sharding}-{job.ranks}-{_file(peer.name)}-calibration"
-    run = kept.run(name, lambda logs: drive(peer, job, keep=logs))
-    return sum(run.step_seconds[WARM_STEPS:])
-
-
-def _file(name: str) -> str:
-    return "".join(letter if letter.isalnum() else "-" for letter in name)
+    return sum(kept.run(peer, job, "calibration").step_seconds[WARM_STEPS:])

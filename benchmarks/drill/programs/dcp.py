@@ -5,13 +5,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from cpsr.benchmarks.drill.job import Job, Record
+from cpsr.benchmarks.drill.job import Rank
 
 KEPT = 2
 METADATA = ".metadata"  # which DCP writes last
@@ -20,13 +19,13 @@ METADATA = ".metadata"  # which DCP writes last
 class Checkpoints:
     """Checkpoints that are written while training goes on; a save first waits for the one before."""
 
-    def __init__(self, job: Job, rank: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._module, self._optimizer, self._rank = module, optimizer, rank
-        self._folder = job.directory / "checkpoints"
+    def __init__(self, rank: Rank) -> None:
+        self._module, self._optimizer, self._rank = rank.module, rank.optimizer, rank.number
+        self._folder = rank.job.directory / "checkpoints"
         self._folder.mkdir(exist_ok=True)
         self._pending: Future[Any] | None = None
         # Its thread's collectives would meet those of the training in the one group of gloo.
-        self._group = dist.new_group(backend="gloo", timeout=job.timeout)
+        self._group = dist.new_group(backend="gloo", timeout=rank.job.timeout)
 
     def load(self) -> int:
         """Bring the module and the optimizer to the newest complete checkpoint; its step."""
@@ -65,24 +64,13 @@ class Checkpoints:
 
 def main() -> None:
     """Train from the newest checkpoint to the end."""
-    job = Job.of_arguments()
-    rank = job.join()
-    record = Record(job, rank)
-    module = job.wrap(job.network())
-    optimizer = job.optimizer(module)
-    checkpoints = Checkpoints(job, rank, module, optimizer)
-    begin = checkpoints.load()
-    for step, batch in enumerate(job.batches(rank, job.ranks, begin), start=begin + 1):
-        optimizer.zero_grad()
-        loss = module(batch)
-        loss.backward()
-        optimizer.step()
-        record.step(step, loss)
-        if step % job.interval_iterations == 0:
-            checkpoints.save(step)
+    rank = Rank()
+    checkpoints = Checkpoints(rank)
+    rank.train(
+        checkpoints.load(), lambda step: checkpoints.save(step) if step % rank.job.interval_iterations == 0 else None
+    )
     checkpoints.wait()
-    record.finish(module)
-    dist.destroy_process_group()
+    rank.end()
 
 
 if __name__ == "__main__":

@@ -1,25 +1,13 @@
 """No way back: the job alone, which every other program is compared with."""
 
-import torch.distributed as dist
-
-from cpsr.benchmarks.drill.job import Job, Record
+from cpsr.benchmarks.drill.job import Rank
 
 
 def main() -> None:
     """Train to the end."""
-    job = Job.of_arguments()
-    rank = job.join()
-    record = Record(job, rank)
-    module = job.wrap(job.network())
-    optimizer = job.optimizer(module)
-    for step, batch in enumerate(job.batches(rank, job.ranks, 0), start=1):
-        optimizer.zero_grad()
-        loss = module(batch)
-        loss.backward()
-        optimizer.step()
-        record.step(step, loss)
-    record.finish(module)
-    dist.destroy_process_group()
+    rank = Rank()
+    rank.train(0, lambda step: None)
+    rank.end()
 
 
 if __name__ == "__main__":

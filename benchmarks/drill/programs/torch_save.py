@@ -4,10 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from cpsr.benchmarks.drill.job import Job, Record
+from cpsr.benchmarks.drill.job import Rank
 
 KEPT = 2
 
@@ -18,12 +17,13 @@ class Files:
     With DDP rank 0 writes for all; with FSDP2 every rank writes its own part.
     """
 
-    def __init__(self, job: Job, rank: int, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._module, self._optimizer = module, optimizer
-        self._writes = job.sharding != "ddp" or rank == 0
-        self._mine = 0 if job.sharding == "ddp" else rank
-        self._ranks = 1 if job.sharding == "ddp" else job.ranks
-        self._folder = job.directory / "checkpoints"
+    def __init__(self, rank: Rank) -> None:
+        self._module, self._optimizer = rank.module, rank.optimizer
+        alike = rank.job.sharding == "ddp"
+        self._writes = not alike or rank.number == 0
+        self._mine = 0 if alike else rank.number
+        self._ranks = 1 if alike else rank.job.ranks
+        self._folder = rank.job.directory / "checkpoints"
         self._folder.mkdir(exist_ok=True)
 
     def load(self) -> int:
@@ -57,23 +57,10 @@ class Files:
 
 def main() -> None:
     """Train from the newest checkpoint to the end."""
-    job = Job.of_arguments()
-    rank = job.join()
-    record = Record(job, rank)
-    module = job.wrap(job.network())
-    optimizer = job.optimizer(module)
-    files = Files(job, rank, module, optimizer)
-    begin = files.load()
-    for step, batch in enumerate(job.batches(rank, job.ranks, begin), start=begin + 1):
-        optimizer.zero_grad()
-        loss = module(batch)
-        loss.backward()
-        optimizer.step()
-        record.step(step, loss)
-        if step % job.interval_iterations == 0:
-            files.save(step)
-    record.finish(module)
-    dist.destroy_process_group()
+    rank = Rank()
+    files = Files(rank)
+    rank.train(files.load(), lambda step: files.save(step) if step % rank.job.interval_iterations == 0 else None)
+    rank.end()
 
 
 if __name__ == "__main__":

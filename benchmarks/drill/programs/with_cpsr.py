@@ -1,32 +1,23 @@
 """CPSR around the loop of `plain.py`."""
 
-import torch.distributed as dist
-
 from cpsr import CPSRRecovery, TorchAdapter
-from cpsr.benchmarks.drill.job import Job, Record
+from cpsr.benchmarks.drill.job import Rank
 
 
 def main() -> None:
     """Train to the end."""
-    job = Job.of_arguments()
-    rank = job.join()
-    record = Record(job, rank)
-    module = job.wrap(job.network())
-    optimizer = job.optimizer(module)
+    rank = Rank()
+    job = rank.job
     config = {
         "run_dir": job.directory / "run",
         "planner": {"mtbf_hours": job.mtbf_seconds / 3600},
         "ranks": {"heartbeat_timeout_seconds": job.hang_seconds},
     }
-    with CPSRRecovery(TorchAdapter(module, optimizer), config) as recovery:
-        for batch in recovery.resume(job.loader(rank, job.ranks)):
-            optimizer.zero_grad()
-            loss = module(batch)
-            loss.backward()
-            optimizer.step()
-            record.step(recovery.iteration, loss)
-    record.finish(module)
-    dist.destroy_process_group()
+    with CPSRRecovery(TorchAdapter(rank.module, rank.optimizer), config) as recovery:
+        for batch in recovery.resume(job.loader(rank.number)):
+            loss = rank.update(batch)
+            rank.record.step(recovery.iteration, loss)
+    rank.end()
 
 
 if __name__ == "__main__":

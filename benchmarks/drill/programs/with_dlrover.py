@@ -3,12 +3,11 @@
 import copy
 import logging
 
-import torch.distributed as dist
 from dlrover.python.common.log import default_logger
 from dlrover.python.common.storage import KeepLatestStepStrategy
 from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
-from cpsr.benchmarks.drill.job import Job, Record
+from cpsr.benchmarks.drill.job import Rank, Record
 
 STORED_EVERY = 4  # saves, as its demo has it: 50 steps to memory, 200 to storage
 KEPT = 2
@@ -31,13 +30,10 @@ class Notes(logging.Handler):
 
 def main() -> None:
     """Train from the newest checkpoint to the end."""
-    job = Job.of_arguments()
-    rank = job.join()
-    record = Record(job, rank)
-    module = job.wrap(job.network())
-    optimizer = job.optimizer(module)
-    if rank == 0:
-        default_logger.addHandler(Notes(record))
+    rank = Rank()
+    job, module, optimizer = rank.job, rank.module, rank.optimizer
+    if rank.number == 0:
+        default_logger.addHandler(Notes(rank.record))
     folder = str(job.directory / "checkpoints")
     checkpointer = DdpCheckpointer(
         folder, deletion_strategy=KeepLatestStepStrategy(KEPT, folder), save_timeout=SAVE_SECONDS
@@ -49,23 +45,21 @@ def main() -> None:
         module.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         begin = state["step"]
-    if rank == 0:
-        record.note(f"begins after step {begin}")
-    for step, batch in enumerate(job.batches(rank, job.ranks, begin), start=begin + 1):
-        optimizer.zero_grad()
-        loss = module(batch)
-        loss.backward()
-        optimizer.step()
-        record.step(step, loss)
-        if step % job.interval_iterations == 0:
-            stored = step % (STORED_EVERY * job.interval_iterations) == 0
-            checkpointer.save_checkpoint(
-                step,
-                {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
-                storage_type=StorageType.DISK if stored else StorageType.MEMORY,
-            )
-    record.finish(module)
-    dist.destroy_process_group()
+    if rank.number == 0:
+        rank.record.note(f"begins after step {begin}")
+
+    def after(step: int) -> None:
+        if step % job.interval_iterations:
+            return
+        stored = step % (STORED_EVERY * job.interval_iterations) == 0
+        checkpointer.save_checkpoint(
+            step,
+            {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": step},
+            storage_type=StorageType.DISK if stored else StorageType.MEMORY,
+        )
+
+    rank.train(begin, after)
+    rank.end()
 
 
 if __name__ == "__main__":

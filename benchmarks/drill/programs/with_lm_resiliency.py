@@ -3,7 +3,7 @@
 import torch.distributed as dist
 from lm_resiliency import InMemoryCkptConfig, enable_resiliency
 
-from cpsr.benchmarks.drill.job import MACHINES, Job, Record
+from cpsr.benchmarks.drill.job import MACHINES, Rank
 from cpsr.benchmarks.drill.programs.torch_save import Files
 
 DURABLE_EVERY = 10  # captures, the ratio of its documentation's intervals of capture and disk
@@ -11,12 +11,8 @@ DURABLE_EVERY = 10  # captures, the ratio of its documentation's intervals of ca
 
 def main() -> None:
     """Train to the end."""
-    job = Job.of_arguments()
-    rank = job.join()
-    record = Record(job, rank)
-    module = job.wrap(job.network())
-    optimizer = job.optimizer(module)
-    files = Files(job, rank, module, optimizer)
+    rank = Rank()
+    job, files = rank.job, Files(rank)
     step, source = 0, "the start"
 
     def load_durable() -> int:
@@ -38,8 +34,8 @@ def main() -> None:
         run_id="drill",
     )
     resiliency = enable_resiliency(
-        module,
-        optimizer,
+        rank.module,
+        rank.optimizer,
         interval=job.interval_iterations,
         enable_detection=False,  # it replays layers on CUDA devices alone
         checkpoint=gemini,
@@ -48,20 +44,18 @@ def main() -> None:
         load_extra_state_fn=load_captured,
         load_fallback=load_durable,
     )
-    if rank == 0:
-        record.note(f"begins after step {step} from {source}; without SCOUT, which needs CUDA devices")
-    for batch in job.batches(rank, job.ranks, step):
-        optimizer.zero_grad()
-        loss = module(batch)
-        loss.backward()
-        optimizer.step()
-        step += 1
-        record.step(step, loss)
+    if rank.number == 0:
+        rank.record.note(f"begins after step {step} from {source}; without SCOUT, which needs CUDA devices")
+
+    def after(complete: int) -> None:
+        nonlocal step
+        step = complete
         if step % (DURABLE_EVERY * job.interval_iterations) == 0:
             files.save(step)
+
+    rank.train(step, after)
     resiliency.close()
-    record.finish(module)
-    dist.destroy_process_group()
+    rank.end()
 
 
 if __name__ == "__main__":

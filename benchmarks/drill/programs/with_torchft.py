@@ -119,7 +119,7 @@ def main() -> None:
     manager, module, optimizer = replica.manager, replica.module, replica.optimizer
     rank = number * dist.get_world_size() + dist.get_rank()
     record = Record(job, rank)
-    loader: Any = job.loader(rank, job.ranks)
+    loader: Any = job.loader(rank)
     windows = list(loader.batch_sampler)  # of each step: the manager's steps may jump, or come twice
     replica.load()
     configure(FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
