@@ -29,6 +29,12 @@ VARIABLES = {
     # Without it restarted ranks find gloo addresses of the dead group, and no way but torchft's comes back.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+# torch's launcher imports the plugins of all installed packages: those of one peer cost every other one 3 s a start.
+NO_PLUGINS = """
+from importlib import metadata
+every = metadata.entry_points
+metadata.entry_points = lambda **of: () if of.get("group") == "torchrun.handlers" else every(**of)
+"""
 
 
 class Cluster:
@@ -119,6 +125,11 @@ class Cluster:
 
     def _start(self, machine: int, command: list[str], more: dict[str, str]) -> "subprocess.Popen[str]":
         kept = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
+        if not self._peer.plugins:
+            folder = self._job.directory / "no-plugins"
+            folder.mkdir(exist_ok=True)
+            (folder / "sitecustomize.py").write_text(NO_PLUGINS, encoding="utf-8")
+            more = {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), kept.get("PYTHONPATH")])), **more}
         with (self._job.directory / f"machine-{machine}.log").open("a") as output:
             return self.machines.start(machine, command, output, kept | VARIABLES | more)
 

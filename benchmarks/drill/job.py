@@ -16,7 +16,6 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, Subset
 
 from cpsr.demo.model import GPT, GPTConfig, Windows, read_corpus
@@ -85,6 +84,8 @@ class Job:
         """Let the ranks share their gradients, or their weights too."""
         if self.sharding == "ddp":
             return nn.parallel.DistributedDataParallel(network)
+        from torch.distributed.fsdp import fully_shard  # a second and a half, which a job of DDP does not take
+
         for block in network.blocks:
             fully_shard(block)
         fully_shard(network)

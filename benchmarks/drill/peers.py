@@ -57,6 +57,7 @@ class Peer:
         source: the page that describes the setup.
         package: the distribution whose version is recorded; None: torch's own.
         modules: that must be importable, beside our own dependencies.
+        plugins: whether its package has plugins of torch's launcher, which then imports them.
         chooses: whether the script says how often to save; the drill then uses Young's interval.
         jobs: shardings that it was set up for.
         absent: by sharding that it was not set up for, the reason.
@@ -71,6 +72,7 @@ class Peer:
     source: str
     package: str | None = None
     modules: tuple[str, ...] = ()
+    plugins: bool = False
     chooses: bool = True
     jobs: tuple[str, ...] = ("ddp", "fsdp2")
     absent: Mapping[str, str] = field(default_factory=dict)
@@ -214,6 +216,7 @@ PEERS = (
         f"{_LM_RESILIENCY}/docs/api.md",
         package="lm-resiliency",
         modules=("lm_resiliency",),
+        plugins=True,
     ),
     Peer(
         "DLRover flash checkpoint",

@@ -1,10 +1,10 @@
 """`cpsr bench drill`: runs every way to come back, keeps each run that is complete, and prints the table."""
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from cpsr.benchmarks.drill.drive import Run, drive
@@ -25,7 +25,7 @@ HANG_SECONDS = 30.0
 CALIBRATED_STEPS, CALIBRATED_INTERVAL, WARM_STEPS = 90, 10, 10  # short runs that time a save
 STALL_SECONDS_MIN = 0.001
 LIMIT_FACTOR = 8.0  # a run that takes so many times as long as the job alone is given up
-RUNS_ALONE = 2  # of the job without checkpoints: their spread is the noise
+RUNS_ALONE = 2  # of the job without checkpoints, before all others and after them: their spread is the noise
 
 
 MODEL = GPTConfig(layers=6, heads=4, width=256, context=64)  # 4.8 million parameters
@@ -120,14 +120,26 @@ class _Kept:
 
     def run(self, peer: Peer, job: Job, what: str, **more: Any) -> Run:
         """A run that is kept, or is made now."""
-        size = f"{job.sharding}-{job.ranks}-{job.steps}-{job.interval_iterations}"
-        name = "".join(letter if letter.isalnum() else "-" for letter in f"{size}-{peer.name}-{what}")
-        path = self._folder / f"{name}.json"
+        path = self._path(peer, job, f"{job.interval_iterations}", what)
         if not path.exists():
-            text = json.dumps(asdict(drive(peer, job, keep=self._folder / name, **more)), indent=1)
-            path.with_suffix(".part").write_text(text, encoding="utf-8")
-            path.with_suffix(".part").replace(path)
+            self._keep(path, asdict(drive(peer, job, keep=path.with_suffix(""), **more)))
         return Run.of_json(json.loads(path.read_text(encoding="utf-8")))
+
+    def interval(self, peer: Peer, job: Job, measured: Callable[[], int]) -> int:
+        """The interval of a peer's saves: once it was measured, runs of the job alone do not change it."""
+        path = self._path(peer, job, "interval")
+        if not path.exists():
+            self._keep(path, measured())
+        return int(json.loads(path.read_text(encoding="utf-8")))
+
+    def _path(self, peer: Peer, job: Job, *words: str) -> Path:
+        text = "-".join((f"{job.sharding}-{job.ranks}-{job.steps}", words[0], peer.name, *words[1:]))
+        return self._folder / ("".join(letter if letter.isalnum() else "-" for letter in text) + ".json")
+
+    @staticmethod
+    def _keep(path: Path, content: Any) -> None:
+        path.with_suffix(".part").write_text(json.dumps(content, indent=1), encoding="utf-8")
+        path.with_suffix(".part").replace(path)
 
 
 def _measure(call: Measurement, kept: _Kept, job: Job, peers: Sequence[Peer], schedules: int) -> list[Row]:
@@ -139,8 +151,8 @@ def _measure(call: Measurement, kept: _Kept, job: Job, peers: Sequence[Peer], sc
         step()
         return found
 
-    alone = [run(PLAIN, f"alone-{number}", job) for number in range(RUNS_ALONE)]
-    steady = median(one.seconds for one in alone) / (job.steps - 1)
+    first = run(PLAIN, "alone-0", job)
+    steady = first.seconds / (job.steps - 1)
     jobs = {peer.name: _with_interval(kept, job, peer, steady) for peer in peers}
     undisturbed = {peer.name: run(peer, "undisturbed", jobs[peer.name]) for peer in peers}
     failed: dict[str, list[Run]] = {peer.name: [] for peer in peers}
@@ -150,6 +162,7 @@ def _measure(call: Measurement, kept: _Kept, job: Job, peers: Sequence[Peer], sc
         for peer in peers:
             more: dict[str, Any] = {"failures": schedule, "limit_seconds": limit}
             failed[peer.name].append(run(peer, f"schedule-{number}", jobs[peer.name], **more))
+    alone = [first, *(run(PLAIN, f"alone-{number}", job) for number in range(1, RUNS_ALONE))]
     return rows_of(peers, jobs, alone, undisturbed, failed)
 
 
@@ -158,13 +171,14 @@ def _with_interval(kept: _Kept, job: Job, peer: Peer, steady_seconds: float) -> 
 
     A save's cost is what it adds to the steps until the next one, its work in the background included.
     """
-    if not peer.chooses:
-        return job
-    short = replace(job, steps=CALIBRATED_STEPS, interval_iterations=CALIBRATED_INTERVAL)
-    extra = _seconds(kept, short, peer) - _seconds(kept, replace(short, interval_iterations=0), PLAIN)
-    cost = max(extra / ((CALIBRATED_STEPS - WARM_STEPS) / CALIBRATED_INTERVAL), STALL_SECONDS_MIN)
-    iterations = round((2 * cost * MTBF_SECONDS) ** 0.5 / steady_seconds)
-    return replace(job, interval_iterations=max(1, iterations))
+
+    def measured() -> int:
+        short = replace(job, steps=CALIBRATED_STEPS, interval_iterations=CALIBRATED_INTERVAL)
+        extra = _seconds(kept, short, peer) - _seconds(kept, replace(short, interval_iterations=0), PLAIN)
+        cost = max(extra / ((CALIBRATED_STEPS - WARM_STEPS) / CALIBRATED_INTERVAL), STALL_SECONDS_MIN)
+        return max(1, round(math.sqrt(2 * cost * MTBF_SECONDS) / steady_seconds))
+
+    return replace(job, interval_iterations=kept.interval(peer, job, measured)) if peer.chooses else job
 
 
 def _seconds(kept: _Kept, job: Job, peer: Peer) -> float:

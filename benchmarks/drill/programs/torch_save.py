@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from cpsr.benchmarks.drill.job import Rank
 
@@ -32,18 +31,17 @@ class Files:
         step = max(set(steps[0]).intersection(*steps[1:]), default=0)
         if step:
             state: Any = torch.load(self._path(self._mine, step), weights_only=False)
-            set_state_dict(
-                self._module, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-            )
+            self._module.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
         return step
 
     def save(self, step: int) -> None:
         """Write a checkpoint, and remove the one before the last."""
         if not self._writes:
             return
-        model, optimizer = get_state_dict(self._module, self._optimizer)
         path = self._path(self._mine, step)
-        torch.save({"model": model, "optimizer": optimizer}, path.with_suffix(".part"))
+        state = {"model": self._module.state_dict(), "optimizer": self._optimizer.state_dict()}
+        torch.save(state, path.with_suffix(".part"))
         path.with_suffix(".part").replace(path)
         for old in self._steps(self._mine)[:-KEPT]:
             self._path(self._mine, old).unlink()
