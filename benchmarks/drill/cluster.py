@@ -54,6 +54,8 @@ class Cluster:
     def __enter__(self) -> Self:
         self.machines = Machines(MACHINES + 1, self._job.directory)
         self.machines.__enter__()
+        (self._job.directory / "no-plugins").mkdir()
+        (self._job.directory / "no-plugins" / "sitecustomize.py").write_text(NO_PLUGINS, encoding="utf-8")
         if self._peer.server is not None:
             place = self._peer.place(MACHINES, self.machines.names, self._job)
             self._start(MACHINES, self._peer.server(place), self._peer.environment(place))
@@ -126,10 +128,8 @@ class Cluster:
     def _start(self, machine: int, command: list[str], more: dict[str, str]) -> "subprocess.Popen[str]":
         kept = {name: value for name, value in os.environ.items() if not name.startswith(LEFT_OUT)}
         if not self._peer.plugins:
-            folder = self._job.directory / "no-plugins"
-            folder.mkdir(exist_ok=True)
-            (folder / "sitecustomize.py").write_text(NO_PLUGINS, encoding="utf-8")
-            more = {"PYTHONPATH": os.pathsep.join(filter(None, [str(folder), kept.get("PYTHONPATH")])), **more}
+            folder = str(self._job.directory / "no-plugins")
+            more = {"PYTHONPATH": os.pathsep.join(filter(None, [folder, kept.get("PYTHONPATH")])), **more}
         with (self._job.directory / f"machine-{machine}.log").open("a") as output:
             return self.machines.start(machine, command, output, kept | VARIABLES | more)
 

@@ -120,7 +120,7 @@ class _Kept:
 
     def run(self, peer: Peer, job: Job, what: str, **more: Any) -> Run:
         """A run that is kept, or is made now."""
-        path = self._path(peer, job, f"{job.interval_iterations}", what)
+        path = self._path(peer, job, what)
         if not path.exists():
             self._keep(path, asdict(drive(peer, job, keep=path.with_suffix(""), **more)))
         return Run.of_json(json.loads(path.read_text(encoding="utf-8")))
@@ -132,9 +132,9 @@ class _Kept:
             self._keep(path, measured())
         return int(json.loads(path.read_text(encoding="utf-8")))
 
-    def _path(self, peer: Peer, job: Job, *words: str) -> Path:
-        text = "-".join((f"{job.sharding}-{job.ranks}-{job.steps}", words[0], peer.name, *words[1:]))
-        return self._folder / ("".join(letter if letter.isalnum() else "-" for letter in text) + ".json")
+    def _path(self, peer: Peer, job: Job, what: str) -> Path:
+        name = f"{job.sharding}-{job.ranks}-{job.steps}-{job.interval_iterations}-{peer.name}-{what}"
+        return self._folder / ("".join(letter if letter.isalnum() else "-" for letter in name) + ".json")
 
     @staticmethod
     def _keep(path: Path, content: Any) -> None:

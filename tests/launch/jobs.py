@@ -79,10 +79,15 @@ class Launched:
         lines = list[str]()
         for line in self.output.splitlines():
             if PORT_LOST.match(line):
-                del lines[-1:]  # "Started ..."
+                assert lines.pop().startswith("Started"), self.output
             elif line.startswith("[cpsr run]"):
                 lines.append(line.removeprefix("[cpsr run] "))
         return lines
+
+    @property
+    def ports_lost(self) -> int:
+        """Starts whose port was taken; each shows a traceback."""
+        return sum(PORT_LOST.match(line) is not None for line in self.output.splitlines())
 
     def pids(self) -> list[int]:
         """Of the ranks that were started last."""
